@@ -102,7 +102,7 @@ func (e *Engine) NextCopy() (c Copy, ok bool) {
 			if own := e.spaces[s.space].class; own.free == 0 && d != tried {
 				tried = d
 				e.makeRoom(own)
-				continue // it may have let go of the lock
+				continue // makeRoom may have released the lock
 			}
 			c, ok = e.startCopy(&d)
 		}
@@ -179,8 +179,9 @@ func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 }
 
 // EndCopy ends the copying of a chunk; ok: its bytes are in the arena. It reports whether the arena
-// holds the chunk from now on. If not, its slot there is free again, as it is if the peer has gone
-// meanwhile or somebody has stored the chunk. A handle that has ended changes nothing.
+// holds the chunk from now on. Otherwise its slot in the arena becomes free; this also happens if
+// the peer is gone or a store has committed the chunk in the meantime. A handle that has ended
+// changes nothing.
 func (e *Engine) EndCopy(handle uint64, ok bool) (copied bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -205,12 +206,12 @@ func (e *Engine) EndCopy(handle uint64, ok bool) (copied bool) {
 	case !ok || s.doomed() || t.doomed() || sp.clears > 0:
 		e.stats.CopiesFailed++
 		e.release(to)
-	case e.find(sp, rt.digestBytes(to&recordMask, x.n-1, &buf)) != 0: // somebody was faster
+	case e.find(sp, rt.digestBytes(to&recordMask, x.n-1, &buf)) != 0: // a store was faster
 		e.release(to)
 	case e.publish(to, x.errand.prev[:sp.g.DigestBytes]):
 		copied = true
 		p.reads = 0
-		s.flags |= moved // nobody reads it there who does not already
+		s.flags |= moved // only present readers still use the peer's bytes
 		e.stats.CopiedChunks++
 		e.stats.CopiedPages += uint64(x.n)
 		e.admitPromoted(to, -1)

@@ -105,8 +105,8 @@ func (r *region) poison(i uint32) {
 	}
 }
 
-// checkPoison panics if somebody wrote to the books of a slot that is free. A slot that was never
-// granted, or that EndRestore left free, is not poisoned.
+// checkPoison panics if the books of a free slot were written to. A slot that was never granted, or
+// that EndRestore left free, is not poisoned.
 func (e *Engine) checkPoison(r *region, i uint32) {
 	s, k := &r.slots[i], &r.kin[i]
 	if s.stamp != poison64 {

@@ -36,11 +36,11 @@
 //
 // # Promotions
 //
-// A lookup that goes on with what a tier has (PreparePromotion) leases slots that are still Filling
-// and waits. They are its own, or those that another lookup has filled with the same chunks. All
-// are reserved at once, or the end of the run is cut off. So no lookup waits for a slot while it
-// holds others, and promotions cannot deadlock. A slot that somebody may be writing stays until
-// FinishPromotion, even if all lookups have left it. SettleLookup ends the waiting: the lookup
+// A lookup that continues with chunks from a tier (PreparePromotion) leases slots that are still
+// Filling and waits. They are its own slots, or slots that another lookup fills with the same
+// chunks. All are reserved at once, or the end of the run is cut off. So no lookup waits for a slot
+// while it holds others, and promotions cannot deadlock. A slot that may still be written to stays
+// until FinishPromotion, even if all lookups have left it. SettleLookup ends the wait: the lookup
 // holds what has arrived without a gap, and its deadline starts.
 //
 // A chunk that is cleared on its way up does not appear. If a store is first with it, both slots
@@ -87,10 +87,9 @@
 //
 // # Followers
 //
-// With Config.JournalBytes anybody may follow what can be found (Follow): first everything that is
-// held, in slices of the lock, then each change. Changes come from a bounded ring that is written
-// only while somebody follows. A follower that falls behind by more than the ring is told to begin
-// anew.
+// With Config.JournalBytes a follower can watch what can be found (Follow): first everything held,
+// in slices of the lock, then each change. Changes come from a bounded ring that is written only
+// while a feed is open. A follower that falls behind by more than the ring begins again.
 //
 // # Debug builds
 //

@@ -396,8 +396,8 @@ func (e *Engine) TakeReturns(out []Return) []Return {
 	return out
 }
 
-// ForeignIn returns how many loans the engine has in an announced region, those that somebody still
-// reads included. Loans that wait for TakeReturns do not count.
+// ForeignIn returns how many loans the engine has in an announced region, including loans still
+// being read. Loans that wait for TakeReturns do not count.
 func (e *Engine) ForeignIn(region uint32) int {
 	e.mu.Lock()
 	defer e.unlock()

@@ -1,10 +1,11 @@
 package engine
 
 // Frozen owners. An owner whose client has stopped keeps what it holds for as long as the client
-// lives: it may go on, and read or write where it was told to. So nothing is taken from it; others
-// get less instead. All owners together have at most Config.JointShare of the slots, and each at
-// most Config.OwnerShare. If all of them freeze, that much is gone. From SetFrozen on both are
-// shares of what is left, so new owners are served. If these freeze as well, again some is left.
+// lives: the client may continue, and read or write its slots. So nothing is taken from it; other
+// owners get less instead. All owners together have at most Config.JointShare of the slots, and
+// each at most Config.OwnerShare. If all of them freeze, that much is gone. From SetFrozen on, both
+// are shares of what is left, so new owners are served. If these freeze as well, some is left
+// again.
 
 // OwnerStats is what an owner holds.
 type OwnerStats struct {

@@ -316,8 +316,8 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 	}
 }
 
-// used tells the policy of a class, or of its foreign one, of the use of those leased slots that
-// are still held.
+// used reports a use of the leased slots that are still held to the policy of the class or of its
+// foreign class.
 func (e *Engine) used(c *class, slots []uint32) {
 	gone := false
 	for _, ref := range slots {

@@ -16,7 +16,7 @@ type Move struct {
 	Prev   []byte // digest of the page before; empty if there is none, or it is not known
 	Hashes []byte // digests of the pages, end to end
 
-	Unverified bool // whoever moves it checks it as well
+	Unverified bool // the mover must check it as well
 }
 
 // MoveEnd is how a move ended.

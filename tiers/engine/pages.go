@@ -64,7 +64,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 	base := int(ref&recordMask) * r.ppc
 	var tags [tagGroup]uint32
 	noted := e.journal.on
-	unnoted := from // pages from here on are new, and the journal is yet to hear of them
+	unnoted := from // pages from here on are new and not in the journal yet
 	for pos := from; pos < to; pos++ {
 		i := (pos - from) % tagGroup
 		if i == 0 {

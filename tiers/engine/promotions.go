@@ -10,9 +10,9 @@ import (
 type PromotionState uint8
 
 const (
-	PromotionReady   PromotionState = iota // it is held by now, and leased
-	PromotionJoined                        // it is on its way for another lookup already
-	PromotionGranted                       // it is to be loaded by whoever asked
+	PromotionReady   PromotionState = iota // it is held now, and leased
+	PromotionJoined                        // another lookup is loading it already
+	PromotionGranted                       // the caller must load it
 )
 
 // PromotedChunk is one chunk that PreparePromotion leased.

@@ -46,14 +46,14 @@ func (x *Restored) fits(r *region, s *space) bool {
 // the region already.
 type staged struct {
 	order      uint64
-	ref        uint32 // 0: it was told of twice, or cannot be restored
+	ref        uint32 // 0: it was named twice, or cannot be restored
 	pages      uint16
 	hasPrev    bool
 	unverified bool
 	prev       [32]byte
 }
 
-// stagedRegion is what Restore has named in a region.
+// stagedRegion holds what Restore has named in a region.
 type stagedRegion struct {
 	r      *region
 	mem    *carved         // the region's at that time
@@ -61,7 +61,7 @@ type stagedRegion struct {
 	open   []uint64        // index entries of pages
 	filed  []batch         // and those of as many pages as there is room for in open, over and over
 	rooms  [][]uint64      // for the next ones
-	back   map[uint32]bool // slots that Unrestore was told of
+	back   map[uint32]bool // slots that were passed to Unrestore
 }
 
 // staging is all that is staged. What grows with the slots lies off the Go heap, so that it is gone

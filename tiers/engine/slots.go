@@ -120,8 +120,8 @@ func (r *region) filled() {
 
 func (s *slot) doomed() bool { return s.flags&doomed != 0 }
 
-// promoting reports whether the slot is filled from a tier or a peer. Lookups lease it meanwhile,
-// and it stays until FinishPromotion, whoever gives up.
+// promoting reports whether the slot is being filled from a tier or a peer. Lookups may lease such
+// a slot. It stays until FinishPromotion, even if all lookups have left it.
 func (s *slot) promoting() bool { return s.state == filling && s.flags&pending != 0 }
 
 // unverified reports whether the slot was restored and nobody may read it before its bytes have
@@ -177,8 +177,8 @@ func (e *Engine) hold(ref uint32) {
 	}
 }
 
-// register tells the policy of a slot that has just become ready. The slot's place in its prefix
-// must be known.
+// register adds a slot that has just become ready to its class's policy. The slot's place in its
+// prefix must be known.
 func (e *Engine) register(ref uint32) {
 	r, s := e.slot(ref)
 	sp := e.spaceOf(r, s)
@@ -211,7 +211,7 @@ func (e *Engine) pin(ref uint32) {
 	}
 }
 
-// unpin ends a lease. A slot that is still filling stays: somebody may be writing it.
+// unpin ends a lease. A slot that is still filling stays, because it may still be written to.
 func (e *Engine) unpin(ref uint32) {
 	r, s := e.slot(ref)
 	if invariants.Enabled && s.pins == 0 {

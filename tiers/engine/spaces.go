@@ -23,7 +23,7 @@ type space struct {
 	tagMask uint32
 	owners  int
 	chunks  int    // slots that are not free
-	staged  int    // that Restore was told of, until EndRestore
+	staged  int    // named by Restore, until EndRestore
 	pages   int    // indexed
 	clears  int    // ClearSpace calls under way
 	serial  uint32 // by which the journal knows it
@@ -99,7 +99,7 @@ func (e *Engine) closeRecovered() bool {
 	switch {
 	case e.closed:
 		return false
-	case !old.recovered: // somebody opened it meanwhile
+	case !old.recovered: // OpenSpace opened it in the meantime
 		return true
 	case old.inUse() > 0 || old.owners > 0 || old.clears > 0:
 		return false

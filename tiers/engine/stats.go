@@ -76,8 +76,8 @@ type Stats struct {
 	ForeignSlots  int
 	ForeignUsed   int  // foreign slots that are not free
 	ForeignLeased int  // foreign slots in use by lookups and loads
-	ForeignPages  int  // that can be found in foreign slots, including those that the arena holds too
-	WantRegion    bool // a geometry without a region waits for the arena to grow
+	ForeignPages  int  // in use by lookups and loads
+	WantRegion    bool // findable pages in foreign slots; the arena may hold them too
 }
 
 // Stats returns the engine's present state. Its cost does not depend on how much the engine holds.

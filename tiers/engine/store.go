@@ -413,7 +413,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	pages := int(s.granted)
 	var buf [32]byte
 	if rec := e.find(sp, r.digestBytes(ref&recordMask, pages-1, &buf)); rec != 0 {
-		e.stats.Duplicates++ // somebody else was first: the slot adds nothing
+		e.stats.Duplicates++ // another store was first: the slot adds nothing
 		e.release(ref)
 		return
 	}
@@ -508,7 +508,7 @@ func (e *Engine) finishExtension(ref uint32, ok bool) {
 	s.granted = 0
 	var buf [32]byte
 	last := r.digestBytes(ref&recordMask, to-1, &buf)
-	// If somebody else was first with the last page, this stays the shorter version.
+	// If another store was first with the last page, this slot stays the shorter version.
 	if ok && !s.doomed() && e.find(e.spaces[s.space], last) == 0 && e.enter(ref, from, to) {
 		e.stats.StoredPages += uint64(to - from)
 		e.stats.Extended++

@@ -5,8 +5,8 @@ package engine
 // together: the slots of a prefix often are neighbours. It takes a tenth of a Go map's time.
 //
 // The index of pages (index.go) is a table of its own. Several of its entries may have one key, and
-// only the records of their pages tell them apart; it lies off the Go heap, and where its entries
-// lie must rise with their keys, as it is restored in parts.
+// only the records of their pages distinguish them. It lies off the Go heap. It is restored in
+// parts, so its entries must lie in the order of their keys.
 type hashTable[K ~uint32 | ~uint64] struct {
 	entries []hashEntry[K]
 	n       int // in use

@@ -34,7 +34,7 @@ func (e *Engine) served(rec uint32) uint32 {
 	return 0
 }
 
-// vouch makes an unverified slot an ordinary one, because it was checked or leaves.
+// vouch makes an unverified slot an ordinary one, because it was checked or leaves the index.
 func (e *Engine) vouch(s *slot) {
 	if s.unverified() {
 		s.flags &^= pending
@@ -115,9 +115,9 @@ func (e *Engine) verification(ref uint32, buf []byte) (Verification, []byte) {
 	return v, buf
 }
 
-// EndVerify ends the check of a chunk: with ok it can be read from now on, otherwise it is dropped.
-// It returns false, with nothing changed, if the chunk has left meanwhile or somebody else has
-// found it good.
+// EndVerify ends the check of a chunk. With ok the chunk can be read from now on, otherwise it is
+// dropped. It returns false and changes nothing if the chunk has left, or was found good by another
+// check.
 func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 	e.mu.Lock()
 	defer e.unlock()
