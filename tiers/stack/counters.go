@@ -82,13 +82,13 @@ type TierStatus struct {
 	Opened    uint64 `json:"opened"`  // times that it opened
 	LastError string `json:"last_error,omitempty"`
 
-	Lookups     uint64  `json:"lookups"`
-	LookupPages uint64  `json:"lookup_pages"` // requested
-	HitPages    uint64  `json:"hit_pages"`    // found
-	Loads       uint64  `json:"loads"`        // chunks
-	LoadBytes   uint64  `json:"load_bytes"`
-	LoadSeconds float64 `json:"load_seconds"` // from the beginning of the call to each chunk, summed up
-	// from the call to each chunk, summed up
+	Lookups     uint64 `json:"lookups"`
+	LookupPages uint64 `json:"lookup_pages"` // requested
+	HitPages    uint64 `json:"hit_pages"`    // found
+	Loads       uint64 `json:"loads"`        // chunks
+	LoadBytes   uint64 `json:"load_bytes"`
+	// LoadSeconds sums up the times from the beginning of the call to each chunk.
+	LoadSeconds  float64 `json:"load_seconds"`
 	Stores       uint64  `json:"stores"`
 	StoreBytes   uint64  `json:"store_bytes"`
 	StoreSeconds float64 `json:"store_seconds"`
