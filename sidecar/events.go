@@ -23,27 +23,25 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// mediumArena is what vLLM calls memory of the host.
+// mediumArena is vLLM's name for host memory.
 const mediumArena = "CPU"
 
 const (
-	// eventPages is about how many pages one look at the journal takes in: as many as a batch has
-	// at most.
+	// eventPages is about the number of pages of one read of the journal, and the most of a batch.
 	eventPages = 1024
-	// unknownPatience is how often the publisher looks whether somebody has declared the spaces
-	// that nobody had.
+	// unknownPatience is how often the publisher checks whether undeclared spaces were declared.
 	unknownPatience = time.Second
 )
 
-// events publish what the arena holds.
+// events publishes what the arena holds.
 type events struct {
 	pub  *ipc.EventPublisher
 	feed *engine.Feed
 	src  *eventSource
 }
 
-// eventSource turns what a feed tells into batches of vLLM's events, a topic each. But for unknown
-// its fields are the publisher's goroutine's.
+// eventSource turns the events of a feed into batches of vLLM's events, each with one topic. The
+// publisher's goroutine owns all fields except unknown.
 type eventSource struct {
 	cfg    settings.EventsConfig
 	feed   *engine.Feed
@@ -51,7 +49,7 @@ type eventSource struct {
 	now    func() time.Time
 	log    *zap.Logger
 
-	unknown atomic.Bool // pages of spaces that nobody has declared were passed over
+	unknown atomic.Bool // pages of undeclared spaces were skipped
 	topics  map[string]bool
 	of      map[tiers.Fingerprint]string
 	buf     []byte
@@ -61,7 +59,7 @@ type eventSource struct {
 	payload []byte
 }
 
-// topicBatch are the events of one topic that go out together.
+// topicBatch holds the events of one topic that are sent together.
 type topicBatch struct {
 	topic   string
 	n       int
@@ -115,7 +113,7 @@ func warnOpen(log *zap.Logger, setting, endpoint string, bound bool) {
 		zap.String("setting", setting), zap.String("endpoint", endpoint))
 }
 
-// run wakes the publisher when there is something, until ctx is done.
+// run wakes the publisher when there are events, until ctx is done.
 func (ev *events) run(ctx context.Context) {
 	tick := time.NewTicker(unknownPatience)
 	defer tick.Stop()
@@ -128,7 +126,7 @@ func (ev *events) run(ctx context.Context) {
 			if !ev.src.unknown.Swap(false) {
 				continue
 			}
-			// if they are known by now they are told of; otherwise it comes to this again
+			// publishes them if they are declared now; otherwise they are skipped again
 			ev.feed.Restart()
 		case <-ev.feed.Ready():
 		}
@@ -188,7 +186,7 @@ func (s *eventSource) pop() (string, []byte, bool) {
 	return b.topic, s.payload, true
 }
 
-// LastBatch implements ipc.EventSource: from now on nothing can be had here.
+// LastBatch implements ipc.EventSource. After it nothing can be found here.
 func (s *eventSource) LastBatch() (topic string, payload []byte, ok bool) {
 	if !s.ended {
 		s.ended = true
@@ -203,7 +201,7 @@ func (s *eventSource) LastBatch() (topic string, payload []byte, ok bool) {
 	return s.pop()
 }
 
-// add puts encoded events into the batch of their topic that has yet to go out.
+// add puts encoded events into the pending batch of their topic.
 func (s *eventSource) add(topic string, n int, encoded []byte) {
 	for i := range s.queue {
 		if s.queue[i].topic == topic {
@@ -215,8 +213,8 @@ func (s *eventSource) add(topic string, n int, encoded []byte) {
 	s.queue = append(s.queue, topicBatch{topic, n, encoded})
 }
 
-// encode turns events into vLLM's. Stored pages that continue those of the event before become one
-// with them, as do removed pages.
+// encode turns events into vLLM's. Stored pages that continue those of the event before are merged
+// with them; so are removed pages.
 func (s *eventSource) encode(events []engine.Event) {
 	for i := 0; i < len(events); {
 		ev := events[i]
@@ -236,7 +234,7 @@ func (s *eventSource) encode(events []engine.Event) {
 		n := 1
 		var b []byte
 		if !s.topics[topic] {
-			// Whoever knows something of an earlier sidecar may forget it.
+			// Subscribers may drop what they know of an earlier sidecar.
 			s.topics[topic] = true
 			b, n = wire.AppendAllBlocksCleared(b), 2
 		}
@@ -252,7 +250,7 @@ func (s *eventSource) encode(events []engine.Event) {
 	}
 }
 
-// topic is that of a space, once somebody has declared it.
+// topic returns the topic of a space. It returns false if no worker has declared the space yet.
 func (s *eventSource) topic(sp *engine.FollowedSpace) (string, bool) {
 	if topic, ok := s.of[sp.Fingerprint]; ok {
 		return topic, true

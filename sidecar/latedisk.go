@@ -21,15 +21,15 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// The first and the longest pause before a disk that failed at the start is tried again; it doubles
-// each time. A test changes the first.
+// lateFirst is the first pause before a disk that failed at the start is tried again. The pause
+// doubles each time up to a limit. A test changes it.
 var lateFirst = time.Second
 
 const lateLast = time.Minute
 
-// openDisk opens a disk tier. What is wrong with the settings is an error. What is wrong with a
-// disk is not: the tier goes on with its other directories, or with none, and what is missing is
-// tried again, as a server is that cannot be reached.
+// openDisk opens a disk tier. Wrong settings are an error. A broken disk is not: the tier starts
+// with its other directories, or with none, and the missing ones are tried again, like a server
+// that cannot be reached.
 func openDisk(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	l := &lateDisk{c: c, log: log, down: map[string]error{}, clears: map[tiers.Fingerprint]bool{},
 		opened: make(chan struct{})}
@@ -49,26 +49,27 @@ func openDisk(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	return l, nil
 }
 
-// A lateDisk is a disk tier of which a part, or all, could not be opened at the start. While there
-// is nothing of it each call fails, so that its breaker opens.
+// A lateDisk is a disk tier that could not be opened, or not completely, at the start. While no
+// directory is open each call fails, so that the tier's breaker opens.
 type lateDisk struct {
 	c      *settings.TierConfig
 	log    *zap.Logger
 	stop   context.CancelFunc
 	trying sync.WaitGroup
-	opened chan struct{} // closed once there is a disk
+	opened chan struct{} // closed once the disk is open
 
-	// guards all that follows, and is not held across calls of the disk
+	// mu guards the fields below. It is not held during calls of the disk.
 	mu   sync.RWMutex
-	disk *slab.Disk       // nil: there is nothing of it yet
-	down map[string]error // by directory; why
-	// spaces to be cleared before anything is found; the zero Fingerprint is all of them
+	disk *slab.Disk       // nil: no directory is open yet
+	down map[string]error // the reason, by directory
+	// clears holds the spaces to clear before any lookup; the zero Fingerprint stands for all
+	// spaces.
 	clears map[tiers.Fingerprint]bool
 }
 
 var _ tiers.Victims = (*lateDisk)(nil)
 
-// mediumFailed are what disks fail with that are broken, not mounted, or not ours for now.
+// mediumFailed lists the errors of disks that are broken, not mounted, or not ours at the moment.
 var mediumFailed = []error{
 	syscall.EIO, syscall.ENXIO, syscall.ENODEV, syscall.ENOENT, syscall.EACCES, syscall.EPERM,
 	syscall.EROFS, syscall.ESTALE, syscall.ETIMEDOUT, syscall.ENOTCONN, syscall.EHOSTDOWN,
@@ -79,10 +80,10 @@ func isMediumFailure(err error) bool {
 	return slices.ContainsFunc(mediumFailed, func(e error) bool { return errors.Is(err, e) })
 }
 
-// share is what each directory has of the capacity.
+// share returns each directory's part of the capacity.
 func (l *lateDisk) share() int64 { return l.c.Disk.Capacity / int64(len(l.c.Disk.Paths)) }
 
-// open opens the tier on those of its directories that can be used. The error is about the
+// open opens the tier in those directories that can be used. It returns an error only for wrong
 // settings.
 func (l *lateDisk) open() error {
 	down := map[string]error{}
@@ -117,8 +118,8 @@ func (l *lateDisk) open() error {
 	}
 }
 
-// begin has a disk be used, nil if there is none, once what was to be cleared meanwhile is. After
-// an error it is closed.
+// begin starts to use a disk after the pending clears are done. d is nil if there is none. If begin
+// returns an error, it has closed d.
 func (l *lateDisk) begin(d *slab.Disk, down map[string]error) error {
 	for {
 		l.mu.Lock()
@@ -157,7 +158,7 @@ func (l *lateDisk) openIn(dirs []string) (*slab.Disk, error) {
 	})
 }
 
-// blame is those of the directories that an error is about; all, if it does not say.
+// blame returns the directories that an error is about, or all if it names none.
 func blame(err error, dirs []string) []string {
 	var at *fs.PathError
 	if errors.As(err, &at) {
@@ -170,7 +171,7 @@ func blame(err error, dirs []string) []string {
 	return dirs
 }
 
-// retry tries what is missing again until it is all there.
+// retry tries the missing directories again until all are open.
 func (l *lateDisk) retry(ctx context.Context) {
 	for wait := lateFirst; ; wait = min(2*wait, lateLast) {
 		t := time.NewTimer(wait)
@@ -199,9 +200,9 @@ func (l *lateDisk) retry(ctx context.Context) {
 	}
 }
 
-// tryOpen tries to open the tier, of which there is nothing yet.
+// tryOpen tries to open the tier while no directory is open.
 func (l *lateDisk) tryOpen() {
-	if err := l.open(); err != nil { // as it was not at the start
+	if err := l.open(); err != nil { // the settings are valid, so this is unexpected
 		l.mu.Lock()
 		for dir := range l.down {
 			l.down[dir] = err
@@ -213,7 +214,7 @@ func (l *lateDisk) tryOpen() {
 	}
 }
 
-// tryDirs tries to add the directories that are missing. What was in them is dropped.
+// tryDirs tries to add the missing directories. Their old content is dropped.
 func (l *lateDisk) tryDirs(ctx context.Context) {
 	for _, dir := range l.missing() {
 		err := slab.Usable(vfs.OS, dir)
@@ -233,21 +234,21 @@ func (l *lateDisk) tryDirs(ctx context.Context) {
 	}
 }
 
-// tier is the disk; nil: there is nothing of it yet.
+// tier returns the disk, or nil if no directory is open yet.
 func (l *lateDisk) tier() *slab.Disk {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.disk
 }
 
-// missing is the directories that cannot be used.
+// missing returns the directories that cannot be used.
 func (l *lateDisk) missing() []string {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return slices.Sorted(maps.Keys(l.down))
 }
 
-// why says what is wrong with the directories that are missing.
+// why returns what is wrong with the missing directories.
 func (l *lateDisk) why() error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -298,11 +299,11 @@ func (l *lateDisk) fail(transfers []tiers.Transfer, done func(i int, err error))
 	}
 }
 
-// maxClears bounds the spaces that are remembered; with more everything is cleared.
+// maxClears bounds the remembered spaces; beyond it everything is cleared.
 const maxClears = 64
 
-// clear remembers that a space is to be cleared when the disk is there. It answers the disk, if it
-// has come just now.
+// clear remembers to clear a space when the disk opens. If the disk has opened in the meantime,
+// clear returns it.
 func (l *lateDisk) clear(fp tiers.Fingerprint) *slab.Disk {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -315,8 +316,8 @@ func (l *lateDisk) clear(fp tiers.Fingerprint) *slab.Disk {
 	return l.disk
 }
 
-// Drop implements tiers.Tier. While there is nothing of the disk it is an error, as a restart would
-// find what is to be dropped; otherwise the space is cleared when the disk is there.
+// Drop implements tiers.Tier. While no directory is open it returns an error, because a restart
+// would find the chunks. It also remembers to clear the space when the disk opens.
 func (l *lateDisk) Drop(ctx context.Context, run tiers.Run) error {
 	if d := l.clear(run.Space.Fingerprint); d != nil {
 		return d.Drop(ctx, run)

@@ -11,18 +11,18 @@ import (
 	"lookaside/ipc"
 )
 
-// LogName is the log of a sidecar that runs in the background, in its runtime.dir. What it had
-// before it was rotated is in LogName.1.
+// LogName is the log, in runtime.dir, of a sidecar that runs in the background. LogName.1 has the
+// log from before the last rotation.
 const LogName = "sidecar.log"
 
-// LogLimit is how large a log in the background grows before it is rotated, in bytes. Two files of
-// that size are kept.
+// LogLimit is the size in bytes at which a background log is rotated. Two files of that size are
+// kept.
 const LogLimit = 16 << 20
 
-// A LogFile is a log that is rotated: a file that would grow beyond its limit is renamed, and
-// replaces the one that was renamed before. The process's standard error follows the newest file,
-// because the Go runtime and libzmq write their last words there. A library that only rotates what
-// is written through it would leave those in a file that it removes.
+// A LogFile is a rotated log. A file that would grow beyond its limit is renamed and replaces the
+// one renamed before. Standard error always follows the newest file, because the Go runtime and
+// libzmq write their last words there. A library that rotates only its own writes would leave those
+// in a file that it removes.
 //
 // Write may be called from any goroutine.
 type LogFile struct {
@@ -32,11 +32,11 @@ type LogFile struct {
 	mu   sync.Mutex
 	file *os.File
 	size int64 // of file
-	tell int64 // the size at which rotating is tried next
+	tell int64 // rotation is tried at this size
 }
 
-// OpenLogFile opens the log of the sidecar with that runtime.dir, which it makes where it is
-// missing, and makes it standard error.
+// OpenLogFile opens the log of the sidecar with the given runtime.dir and makes it standard error.
+// It makes the directory if it is missing.
 func OpenLogFile(dir string, limit int64) (*LogFile, error) {
 	if err := ipc.MakeDir(dir); err != nil {
 		return nil, err
@@ -78,7 +78,7 @@ func (l *LogFile) Write(b []byte) (int, error) {
 		if err == nil {
 			err = l.open()
 		}
-		if err != nil { // on it goes in the file that there is
+		if err != nil { // keep the present file
 			l.tell = l.size + l.limit
 		}
 	}

@@ -13,11 +13,11 @@ import (
 	"lookaside/sidecar/settings"
 )
 
-// Version is this release's.
+// Version is the version of this release.
 const Version = "0.1.0"
 
-// Revision is the commit that the program was built from, with "-dirty" behind it if files were
-// changed since. It is "unknown" where the program was not built in a git repository.
+// Revision returns the commit that the program was built from, with "-dirty" behind it if files had
+// been changed. It returns "unknown" if the program was not built in a git repository.
 func Revision() string {
 	info, _ := debug.ReadBuildInfo()
 	return revisionOf(info)
@@ -38,14 +38,14 @@ func revisionOf(info *debug.BuildInfo) string {
 	return revision + dirty
 }
 
-// VersionLine is what `lookaside version` and `lookaside --version` print.
+// VersionLine returns what `lookaside version` and `lookaside --version` print.
 func VersionLine() string {
 	return fmt.Sprintf("lookaside %s (commit %s) %s libzmq %s %s/%s", Version, Revision(),
 		runtime.Version(), ipc.LibraryVersion(), runtime.GOOS, runtime.GOARCH)
 }
 
-// NewLogger returns a logger that writes to w as cfg says. Of a message that is repeated quickly it
-// writes some lines, and then how many more there were.
+// NewLogger returns a logger that writes to w as cfg says. Of a message that repeats quickly it
+// writes some lines, then how many were left out.
 func NewLogger(cfg settings.LogConfig, w io.Writer) *zap.Logger {
 	ec := zap.NewProductionEncoderConfig()
 	ec.EncodeTime = zapcore.ISO8601TimeEncoder

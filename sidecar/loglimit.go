@@ -8,28 +8,28 @@ import (
 	"go.uber.org/zap/zapcore"
 )
 
-// What one message may take of the log in each logWindow: so many lines, or so many bytes. A client
-// that repeats what is logged, such as connecting to be refused, cannot fill a disk.
+// These bound the lines and bytes of one message in each logWindow. Without them a client that
+// repeats a logged action, such as connecting and being refused, could fill a disk.
 const (
 	logWindow     = 10 * time.Second
 	logLines      = 20
 	logDebugLines = 200
 	logBytes      = 16 << 10
-	// logMessages bounds the messages that are told apart. There are a few hundred in the program,
-	// without what differs in them.
+	// logMessages bounds the messages that are counted separately. The program has a few hundred,
+	// not counting their variable parts.
 	logMessages = 1000
 )
 
-// limitedCore is a zapcore.Core that writes the first lines of each message, and at the end of a
-// window how many more there were. It is at the bottom of every logger, so that no line has to be
-// thought of.
+// limitedCore is a zapcore.Core that writes the first lines of each message in a window, and at the
+// end of the window how many were left out. It is at the bottom of every logger, so all lines are
+// limited.
 type limitedCore struct {
 	zapcore.LevelEnabler
 	enc   zapcore.Encoder
 	lines *lineLimits
 }
 
-// lineLimits is what limitedCores with different fields have in common.
+// lineLimits is shared by limitedCores with different fields.
 type lineLimits struct {
 	out   zapcore.WriteSyncer
 	plain zapcore.Encoder // without fields
@@ -46,7 +46,7 @@ type lineKey struct {
 	message string
 }
 
-// lineCount is what a message had in its window.
+// lineCount counts one message in its window.
 type lineCount struct {
 	began       time.Time
 	lines       int
@@ -107,7 +107,7 @@ func (c *limitedCore) Sync() error {
 	return l.out.Sync()
 }
 
-// write writes a line, and charges its bytes to count, if there is one.
+// write writes a line and charges its bytes to count, unless count is nil.
 func (l *lineLimits) write(enc zapcore.Encoder, e zapcore.Entry, fields []zapcore.Field,
 	count *lineCount) error {
 	b, err := enc.EncodeEntry(e, fields)
@@ -162,7 +162,7 @@ func (l *lineLimits) admit(k lineKey) *lineCount {
 	return nil
 }
 
-// tell writes how many lines of a message were left out, if any, and lets the next ones through.
+// tell writes how many lines of a message were left out, if any, and starts a new window for it.
 func (l *lineLimits) tell(k lineKey) {
 	l.mu.Lock()
 	count := l.seen[k]

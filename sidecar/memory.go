@@ -16,37 +16,38 @@ import (
 	"lookaside/sidecar/settings"
 )
 
-// What the sidecar takes beside the arena. Its budget is checked at the start together with
-// arena.limit, and Go's heap is kept within it: a control group that goes over its limit has a
-// process killed.
+// These bound the memory that the sidecar takes beside the arena. The start checks them together
+// with arena.limit, and Go's heap is kept within them: if a control group exceeds its limit, the
+// kernel kills a process in it.
 const (
-	// ownBytes is for a sidecar with few sessions: Go's runtime and heap, libzmq, and garbage until
-	// it is collected.
+	// ownBytes is for a sidecar with few sessions: Go's runtime and heap, libzmq, and garbage that
+	// is not collected yet.
 	ownBytes = 24 << 20
-	// sessionBytes is one session's: the buffer that it receives into, its ZeroMQ sockets, and what
-	// the kernel keeps of what its client has not read.
+	// sessionBytes is for one session: its receive buffer, its ZeroMQ sockets, and data in the
+	// kernel that its client has not read.
 	sessionBytes = wire.MaxPacketBytes + 64<<10 + 320<<10
-	// outsideGo is the part of ownBytes that Go's limit does not count: libzmq, the kernel's, and
+	// outsideGo is the part of ownBytes that Go's limit does not count: libzmq, kernel memory, and
 	// the program itself.
 	outsideGo = 16 << 20
-	// indexShare is the arena's size over what its index may come to, which is not in Go's heap.
+	// indexShare is the arena's size divided by the largest size of its index. The index is not in
+	// Go's heap.
 	indexShare = 32
 	// leastGo is the least limit of Go's heap. Below it, collecting garbage would take all
 	// processors.
 	leastGo = 32 << 20
 	// leastHints is the least limit of hints.
 	leastHints = 1 << 20
-	// lookupBytes is what the lookups' connections may hold of messages that are unfinished or not
-	// read yet. A burst of the longest lookups stays far below it. Above it all these connections
-	// are cut off: libzmq does not tell whose messages they are.
+	// lookupBytes bounds the unfinished and unread messages of the lookups' connections. A burst of
+	// the longest lookups stays far below it. Above it all these connections are cut off, because
+	// libzmq does not report which one holds the messages.
 	lookupBytes = 192 << 20
-	// leastLookups is the least limit of it.
+	// leastLookups is the least limit of lookupBytes.
 	leastLookups = 24 << 20
 	// leastReserve stays free when the arena grows.
 	leastReserve = 16 << 20
 )
 
-// ownMemory returns how much the sidecar may take beside the arena and its index.
+// ownMemory returns how much memory the sidecar may take beside the arena and its index.
 func ownMemory(c *settings.Config) int64 {
 	own := int64(ownBytes) + int64(c.Sessions.Limit)*sessionBytes
 	if c.Events.Endpoint != "" {
@@ -55,7 +56,7 @@ func ownMemory(c *settings.Config) int64 {
 	return max(own, dax.BudgetReserve)
 }
 
-// reserve returns how much of ownMemory the sidecar has not taken yet, and at least leastReserve.
+// reserve returns how much of ownMemory the sidecar has not taken yet, at least leastReserve.
 func reserve(c *settings.Config) int64 {
 	var size, resident, shared int64
 	if b, err := os.ReadFile("/proc/self/statm"); err == nil {
@@ -64,10 +65,9 @@ func reserve(c *settings.Config) int64 {
 	return max(ownMemory(c)-(resident-shared)*int64(os.Getpagesize()), leastReserve)
 }
 
-// shareMemory keeps the sidecar within what control groups leave it, if any of them has a limit: it
-// limits Go's heap, unless GOMEMLIMIT does, and peers.hints_limit. arenaBytes are what the arena
-// has yet to take of that memory. It returns the limit of what the lookups' connections may hold,
-// in bytes.
+// shareMemory keeps the sidecar within the limits of its control groups, if any. It limits Go's
+// heap, unless GOMEMLIMIT does, and peers.hints_limit. arenaBytes is the memory that the arena has
+// not taken yet. It returns the limit, in bytes, of what the lookups' connections may hold.
 func shareMemory(c *settings.Config, arenaBytes int64, log *zap.Logger) (lookups int64, err error) {
 	free, limited, err := dax.GroupMemory()
 	if err != nil || !limited {
@@ -95,7 +95,7 @@ func shareMemory(c *settings.Config, arenaBytes int64, log *zap.Logger) (lookups
 	return lookups, nil
 }
 
-// goMemory is what Go has taken, as its limit counts it.
+// goMemory returns Go's memory as its limit counts it.
 func goMemory() int64 {
 	s := []rtmetrics.Sample{{Name: "/memory/classes/total:bytes"},
 		{Name: "/memory/classes/heap/released:bytes"}}

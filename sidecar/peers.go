@@ -22,30 +22,28 @@ import (
 )
 
 const (
-	// firstPeerRegion is the first number of the regions of other sidecars, as our workers are told
-	// of them: far above those of the own arena.
+	// firstPeerRegion is the first number under which our workers know other sidecars' regions. It
+	// is far above the numbers of our own arena.
 	firstPeerRegion = 1 << 31
-	// maxPeerRegions bounds those that workers map at a time, beside what the arena has: a worker
-	// takes 4,096 in all.
+	// maxPeerRegions bounds the foreign regions that workers map at a time. A worker takes 4,096
+	// regions in all.
 	maxPeerRegions = 1024
 	// maxBorrowers is how many sidecars may borrow at a time, each with an owner for each space.
 	maxBorrowers = 64
-	// returnEvery is how often it is looked whether all that was borrowed in a region that goes has
-	// been returned.
+	// returnEvery is the interval of checks whether all loans in a leaving region were returned.
 	returnEvery = 5 * time.Millisecond
 )
 
-// touchPatience is how long a store waits for other sidecars to say what they hold of it. A test
-// changes it.
+// touchPatience is how long a store waits for other sidecars to report which of its pages they
+// hold. A test changes it.
 var touchPatience = 5 * time.Millisecond
 
-// peers is this sidecar's part in sharing with others: what package peer knows, put into the terms
-// of the stack, the workers and the arena. A nil one shares nothing. Its methods may be called from
-// any goroutine, from start on.
+// peers connects package peer to the stack, the workers and the arena. A nil *peers shares nothing.
+// Any goroutine may call its methods after start.
 type peers struct {
 	cfg    settings.PeersConfig
 	log    *zap.Logger
-	peer   *peer.Peers // from start on
+	peer   *peer.Peers // set by start
 	engine *engine.Engine
 	stack  *stack.Stack
 	server *connector.Server
@@ -53,20 +51,20 @@ type peers struct {
 	closing chan struct{} // closed by close
 	once    sync.Once
 
-	mu      sync.RWMutex // guards what follows; held for reading while a loan is handed over
+	mu      sync.RWMutex // guards the fields below; read-held while a loan is handed over
 	ids     map[peerRegion]uint32
 	next    uint32
 	regions map[uint32]*foreignRegion // by the number that workers know
 }
 
-// foreignRegion is another sidecar's region, as this one reads it.
+// foreignRegion is another sidecar's region, as this sidecar reads it.
 type foreignRegion struct {
 	peer.Region
 	tried bool
-	mem   *dax.Attached // nil: it has not been wanted, or cannot be mapped
+	mem   *dax.Attached // nil: not needed yet, or it cannot be mapped
 }
 
-// peerRegion is another sidecar's name for a region.
+// peerRegion is the owner's name for a region.
 type peerRegion struct {
 	peer   uint64
 	region uint32
@@ -78,7 +76,7 @@ var (
 	_ arena.Workers = (*announcer)(nil)
 )
 
-// newPeers returns what shares, or nil if the settings say that nothing does.
+// newPeers returns nil if the settings turn sharing off.
 func newPeers(cfg *settings.Config, log *zap.Logger) *peers {
 	if !cfg.Peers.Enabled {
 		return nil
@@ -106,7 +104,7 @@ func (p *peers) start(cfg *settings.Config, generation uint64, e *engine.Engine,
 	return nil
 }
 
-// close ends the sharing. The server and the stack are closed before it, the arena after it.
+// close ends the sharing. Close the server and the stack before it, the arena after it.
 func (p *peers) close() error {
 	if p == nil || p.peer == nil {
 		return nil
@@ -136,8 +134,7 @@ func (p *peers) onRegion(r peer.Region) error {
 	return nil
 }
 
-// onRegionGone has workers unmap a region of another sidecar, when nobody reads what was borrowed
-// in it.
+// onRegionGone has workers unmap a region of another sidecar, once no loan in it is in use.
 func (p *peers) onRegionGone(peer uint64, region uint32) {
 	p.mu.Lock()
 	key := peerRegion{peer, region}
@@ -174,7 +171,7 @@ func (p *peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
 // Borrow implements stack.Peers.
 func (p *peers) Borrow(ctx context.Context, run tiers.Run,
 	out func(chunk int, l engine.Loan)) (pages int, err error) {
-	var lost []uint64 // in a region that is just going, and what comes behind
+	var lost []uint64 // loans in a region that is leaving, and all after them
 	_, err = p.peer.Borrow(ctx, run, func(chunk int, l peer.Loan) {
 		if len(lost) == 0 {
 			p.mu.RLock()
@@ -200,7 +197,7 @@ func (p *peers) Borrow(ctx context.Context, run tiers.Run,
 // Ask implements stack.Peers.
 func (p *peers) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool {
 	return p.peer.Ask(run, peer, func(loans []engine.Loan) {
-		known := 0 // of them, before the first in a region that is just going
+		known := 0 // loans before the first one in a region that is leaving
 		p.mu.RLock()
 		var key peerRegion
 		var id uint32
@@ -228,7 +225,7 @@ func (p *peers) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) boo
 // Return implements stack.Peers.
 func (p *peers) Return(handles []uint64, bad bool) { p.peer.Return(handles, bad) }
 
-// Memory implements stack.Peers. A region is mapped when it is first wanted: most are read by
+// Memory implements stack.Peers. A region is mapped at its first use here, because most are read by
 // workers only.
 func (p *peers) Memory(region uint32) []byte {
 	p.mu.Lock()
@@ -252,8 +249,8 @@ func (p *peers) Memory(region uint32) []byte {
 	return r.mem.Bytes()
 }
 
-// elsewhere answers how many pages of a run that is to be stored others hold, in whole chunks from
-// the first on: they need not be held here, too. Who holds them counts it as a use.
+// elsewhere returns how many pages of a run other sidecars hold, in whole chunks from the first
+// page on. A store of the run leaves these out. Their holders count it as a use.
 func (p *peers) elsewhere(run tiers.Run) int {
 	ppc := run.Space.Geometry.PagesPerChunk
 	held := make([]uint16, run.Chunks())
@@ -277,14 +274,14 @@ func (p *peers) elsewhere(run tiers.Run) int {
 	return pages
 }
 
-// group is the number of the sidecars that share with this one, 0 while there can be none.
+// group returns the id of the group of sidecars that share with this one, 0 if sharing is off.
 func (p *peers) group() uint64 { return p.peer.Group() }
 
-// declare tells others what a worker declared of a space.
+// declare sends other sidecars the fields that a worker declared of a space.
 func (p *peers) declare(sp *tiers.Space, fields []wire.Field) { p.peer.DeclareSpace(sp, fields) }
 
-// accidents lists the spaces of ours that share nothing with another sidecar's for a reason that
-// users hardly mean.
+// accidents lists our spaces that share nothing with another sidecar's for a reason that users
+// rarely intend.
 func (p *peers) accidents() []connector.Unshared {
 	var out []connector.Unshared
 	for _, a := range p.peer.Accidents() {
@@ -295,26 +292,26 @@ func (p *peers) accidents() []connector.Unshared {
 	return out
 }
 
-// mapPatience is how long workers may take to map a region that the arena has grown by, before it
-// is used all the same. Nobody waits meanwhile.
+// mapPatience is how long workers may take to map a region that the arena has grown by. Then it is
+// used anyway. No call waits for it.
 const mapPatience = 30 * time.Second
 
-// unmapPatience is how long a worker may take to let go of memory that is being removed. It
-// finishes the copies that began before.
+// unmapPatience is how long a worker may take to unmap memory that is being removed. It first
+// finishes the copies that it began before.
 const unmapPatience = 30 * time.Second
 
-// slabPatience is how long workers may take to map a slab before it is used all the same. Stores
-// for which there is no room anywhere else wait meanwhile. A test changes it.
+// slabPatience is how long workers may take to map a slab before it is used anyway. Stores that
+// find room nowhere else wait for that time. A test changes it.
 var slabPatience = 5 * time.Second
 
-// An announcer tells workers, and other sidecars, of the regions of the arena.
+// An announcer announces the regions of the arena to workers and other sidecars.
 type announcer struct {
 	*connector.Server
 	peers *peers // nil: nothing is shared
 	log   *zap.Logger
 }
 
-// AddRegion makes a region part of the arena, and lends it.
+// AddRegion makes a region part of the arena and lends it.
 func (a *announcer) AddRegion(id uint32, r *dax.Region) error {
 	if err := a.Server.AddRegion(id, r, mapPatience); err != nil {
 		return err
@@ -324,8 +321,8 @@ func (a *announcer) AddRegion(id uint32, r *dax.Region) error {
 	return nil
 }
 
-// AnnounceRegion tells workers of a region before anything in it is granted, and lends it. It waits
-// for them to map it, but not for long.
+// AnnounceRegion has workers map a region before anything in it is granted, and lends it. It waits
+// for the workers, but not longer than slabPatience.
 func (a *announcer) AnnounceRegion(r connector.Region) {
 	a.Server.AnnounceRegion(r)
 	a.lend(r)
@@ -344,7 +341,7 @@ func (a *announcer) lend(r connector.Region) {
 	}
 }
 
-// RetractRegion has workers and other sidecars unmap a region in which nobody has a lease.
+// RetractRegion has workers and other sidecars unmap a region without leases.
 func (a *announcer) RetractRegion(id uint32) {
 	var others sync.WaitGroup
 	if a.peers != nil {

@@ -1,5 +1,5 @@
-// Package sidecar assembles and runs one daemon that keeps the KV cache of one rank's vLLM workers:
-// its settings, its arena and how that grows, its sockets, its admin HTTP server, and how it ends.
+// Package sidecar assembles, runs and ends one daemon that keeps the KV cache of one rank's vLLM
+// workers: its settings, its arena, its tiers, its sockets and its admin HTTP server.
 package sidecar
 
 import (
@@ -24,9 +24,9 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// gcPercent is how far the Go heap may grow before it is collected, unless GOGC says otherwise. The
-// heap is a few MiB, because index, slots and arena are outside it; the default would collect all
-// the time, at the cost of lookups' tails.
+// gcPercent is how far the Go heap may grow before a collection, unless GOGC is set. The heap is
+// only a few MiB, because index, slots and arena are outside it. Go's default would collect all the
+// time, which slows the slowest lookups.
 const gcPercent = 800
 
 // A Daemon is one running sidecar. Its methods may be called from any goroutine.
@@ -50,7 +50,7 @@ type Daemon struct {
 	peers    *peers     // nil: nothing is shared
 	onDAX    *arena.DAX // nil: the arena is not on DAX
 
-	operations *admin.Operations // what operators ask
+	operations *admin.Operations // what operators may do
 
 	background context.Context    // ends when the daemon does
 	stop       context.CancelFunc // ends the background goroutines
@@ -102,11 +102,11 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 	return d, nil
 }
 
-// openMemory takes the endpoint, and decides what the arena is made of. It returns the limit of
-// what the lookups' connections may hold, in bytes.
+// openMemory takes the endpoint and decides what the arena is made of. It returns the limit, in
+// bytes, of what the lookups' connections may hold.
 func (d *Daemon) openMemory() (lookupHeap int64, err error) {
 	cfg := &d.cfg
-	// The lock comes first: whoever has it owns the sockets and the arena's files.
+	// The lock comes first: its holder owns the sockets and the arena's files.
 	eventFDs := 0
 	if cfg.Events.Endpoint != "" {
 		eventFDs = ipc.EventFDs
@@ -127,7 +127,7 @@ func (d *Daemon) openMemory() (lookupHeap int64, err error) {
 	return shareMemory(cfg, d.arena.MemoryBytes(), d.log)
 }
 
-// openEngine opens the tiers, and makes the engine of the arena's slots.
+// openEngine opens the tiers and makes the engine of the arena's slots.
 func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 	cfg := &d.cfg
 	if d.tiers, err = openTiers(d.cfg, d.log); err != nil {
@@ -142,7 +142,7 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 		Seed:          connector.RandomID(),
 		LeaseDeadline: cfg.Lookup.Lease,
 		MaxSpaces:     cfg.Spaces.Limit,
-		// also those that are just leaving, and LMCache
+		// includes sessions that are leaving, and LMCache
 		MaxOwners:      2*cfg.Sessions.Limit + 1 + borrowers,
 		MaxPages:       cfg.Lookup.MaxPages,
 		OwnerShare:     cfg.Sessions.Share,
@@ -154,7 +154,7 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 		LowWater:       cfg.Arena.LowWater,
 		Wake:           bell.Ring,
 		JournalBytes:   cfg.Events.Journal,
-		// an arena on DAX has its own
+		// an arena on DAX has checksums of its own
 		Sums:         cfg.Arena.CheckRate > 0 && cfg.Arena.Kind != settings.KindDAX,
 		ForeignSlots: foreign,
 		CopyAfter:    cfg.Peers.CopyAfter,
@@ -163,7 +163,8 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 	return err
 }
 
-// openServer makes the stack and the server, and looks for other sidecars. Nobody can connect yet.
+// openServer makes the stack and the server, and looks for other sidecars. Clients cannot connect
+// yet.
 func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 	cfg := &d.cfg
 	mode, err := stack.ParseMode(cfg.Lookup.Promote)
@@ -207,8 +208,8 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 			cc.Elsewhere = d.peers.elsewhere
 		}
 		if cfg.Peers.SkipStores && len(cfg.Tiers) == 0 {
-			// With tiers each has to store everything: nothing is brought up from them for another
-			// sidecar.
+			// With tiers each sidecar must store everything, because none loads from its tiers for
+			// another.
 			cc.Peers = d.peers.group
 		}
 	}
@@ -223,7 +224,7 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 	return d.peers.start(cfg, d.generation, d.engine, d.stack, d.server)
 }
 
-// openSockets opens what clients, subscribers and operators connect to, but for sessions.
+// openSockets opens the sockets of clients, subscribers and operators, except those of sessions.
 func (d *Daemon) openSockets(lookupHeap int64, metrics *admin.Metrics) (err error) {
 	cfg := &d.cfg
 	if d.lookups, err = ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
@@ -264,11 +265,11 @@ func (d *Daemon) run(announce *announcer) {
 	}
 }
 
-// Done delivers once if the sidecar ends by itself: nil when nobody used it for
-// lifecycle.idle_exit, else what failed. The caller still calls Shutdown.
+// Done delivers one value if the sidecar ends by itself: nil after lifecycle.idle_exit without a
+// session, else the failure. The caller must still call Shutdown.
 func (d *Daemon) Done() <-chan error { return d.done }
 
-// AdminAddr is the host:port of the admin server.
+// AdminAddr returns the host:port of the admin server.
 func (d *Daemon) AdminAddr() string { return d.admin.Addr() }
 
 func (d *Daemon) finish(err error) {
@@ -278,9 +279,9 @@ func (d *Daemon) finish(err error) {
 	}
 }
 
-// Shutdown refuses new sessions, waits for stores and loads under way for at most lifecycle.drain,
-// then until what is queued for the tiers is written for at most lifecycle.flush, both no longer
-// than ctx allows, and closes everything. Calling it again returns the first call's error.
+// Shutdown refuses new sessions and waits for stores and loads under way, at most lifecycle.drain.
+// Then it waits until the queues of the tiers are written, at most lifecycle.flush. Then it closes
+// everything. ctx bounds both waits. A second call returns the first call's error.
 func (d *Daemon) Shutdown(ctx context.Context) error {
 	d.stopOnce.Do(func() {
 		d.control.SetState(dax.StateDraining)
@@ -288,7 +289,7 @@ func (d *Daemon) Shutdown(ctx context.Context) error {
 		ctx, cancel := context.WithTimeout(ctx, d.cfg.Lifecycle.Drain)
 		defer cancel()
 		if err := d.server.Drain(ctx); err != nil {
-			// They are lost, as they are when a sidecar is killed: a cache may forget.
+			// They are lost, as after a kill: a cache may forget.
 			d.log.Warn("drained for as long as lifecycle.drain allows", zap.Error(err))
 		}
 		flush, cancelFlush := context.WithTimeout(parent, d.cfg.Lifecycle.Flush)
@@ -305,7 +306,7 @@ func (d *Daemon) Shutdown(ctx context.Context) error {
 	return d.stopErr
 }
 
-// close ends what has been started, in the opposite order.
+// close ends everything that was started, in the opposite order.
 func (d *Daemon) close() error {
 	var errs []error
 	if d.control != nil {
@@ -322,7 +323,7 @@ func (d *Daemon) close() error {
 	if d.operations != nil {
 		d.operations.Close()
 	}
-	// Before the sockets that its answers go to, and the memory that its tiers read and write.
+	// The stack goes before the sockets that it replies on and the memory that its tiers use.
 	if d.stack != nil {
 		d.stack.Close()
 	}
@@ -348,7 +349,7 @@ func (d *Daemon) close() error {
 // Status describes the sidecar.
 func (d *Daemon) Status() admin.Status { return d.operations.Status() }
 
-// parts returns what operators look at and control.
+// parts returns the parts that operators look at and control.
 func (d *Daemon) parts() admin.Parts {
 	p := admin.Parts{
 		Settings: &d.cfg, Version: Version, Commit: Revision(), Generation: d.generation,
@@ -369,7 +370,7 @@ func (d *Daemon) parts() admin.Parts {
 	return p
 }
 
-// watchIdle finishes the sidecar when it has had no session for lifecycle.idle_exit.
+// watchIdle ends the sidecar after lifecycle.idle_exit without a session.
 func (d *Daemon) watchIdle(ctx context.Context) {
 	limit := d.cfg.Lifecycle.IdleExit
 	tick := time.NewTicker(max(limit/10, 10*time.Millisecond))

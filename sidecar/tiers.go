@@ -42,7 +42,7 @@ func openTiers(cfg settings.Config, log *zap.Logger) (open []stack.TierConfig, e
 			Name: c.Name, Tier: t, Admit: c.Admit, Queue: c.Queue, LookupTimeout: c.LookupTimeout,
 			LoadTimeout: c.LoadTimeout, StoreTimeout: c.StoreTimeout,
 		}
-		if !c.Local() { // which have workers of their own
+		if !c.Local() { // local tiers have workers of their own
 			sc.LookupWorkers, sc.LoadWorkers, sc.StoreWorkers = c.Workers, c.Workers, c.Workers
 		}
 		open = append(open, sc)
@@ -63,7 +63,7 @@ func openTier(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	}
 }
 
-// daxOptions are those of a pool.
+// daxOptions returns the options of a DAX pool.
 func daxOptions(c *settings.DAXConfig, log *zap.Logger) daxtier.Options {
 	o := daxtier.Options{
 		OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles,
@@ -81,7 +81,7 @@ func daxOptions(c *settings.DAXConfig, log *zap.Logger) daxtier.Options {
 	return o
 }
 
-// daxTier is p, or err without a Tier that holds a nil.
+// daxTier returns p as a Tier, or a nil Tier and err.
 func daxTier(p *daxtier.Pool, err error) (tiers.Tier, error) {
 	if err != nil {
 		return nil, err
@@ -89,7 +89,7 @@ func daxTier(p *daxtier.Pool, err error) (tiers.Tier, error) {
 	return p, nil
 }
 
-// remoteTier is t, or err without a Tier that holds a nil.
+// remoteTier returns t as a Tier, or a nil Tier and err.
 func remoteTier(t *remote.Tier, err error) (tiers.Tier, error) {
 	if err != nil {
 		return nil, err
@@ -97,11 +97,11 @@ func remoteTier(t *remote.Tier, err error) (tiers.Tier, error) {
 	return t, nil
 }
 
-// checkPatience is how long a server may take to say that it is there.
+// checkPatience is how long a server may take to respond to the check.
 const checkPatience = 5 * time.Second
 
-// checkTiers tells the log which servers cannot be reached. Nobody waits for it: a sidecar serves
-// without them, and package stack finds out by itself.
+// checkTiers logs which servers cannot be reached. The start does not wait for it: a sidecar serves
+// without them, and package stack detects failures by itself.
 func checkTiers(ctx context.Context, open []stack.TierConfig, log *zap.Logger) {
 	var wg sync.WaitGroup
 	for _, t := range open {
@@ -125,7 +125,7 @@ func checkTiers(ctx context.Context, open []stack.TierConfig, log *zap.Logger) {
 	wg.Wait()
 }
 
-// lossyFields are the fields that keep apart the spaces of sidecars whose tiers change what they
+// lossyFields returns the space fields that separate sidecars whose tiers change the bytes they
 // keep.
 func lossyFields(list []settings.TierConfig) []wire.Field {
 	var codecs []string
@@ -152,8 +152,8 @@ func closeTiers(open []stack.TierConfig) error {
 	return errors.Join(errs...)
 }
 
-// checkRoom refuses a capacity that the file systems cannot give, before any of it is taken:
-// finding out by taking it would leave them full.
+// checkRoom refuses a capacity that the file systems do not have. It runs before any space is
+// taken, because a failed attempt would leave the file systems full.
 func checkRoom(c settings.DiskConfig) error {
 	type fileSystem struct {
 		dirs       []string
@@ -172,7 +172,7 @@ func checkRoom(c settings.DiskConfig) error {
 			if !errors.Is(err, unix.ENOENT) || at == filepath.Dir(at) {
 				return fmt.Errorf("paths: %s: %w", at, err)
 			}
-			at = filepath.Dir(at) // it will be made
+			at = filepath.Dir(at) // the directory will be made
 		}
 		fs := byDevice[st.Dev]
 		if fs == nil {
@@ -186,7 +186,7 @@ func checkRoom(c settings.DiskConfig) error {
 		}
 		fs.dirs = append(fs.dirs, dir)
 		fs.want += c.Capacity / int64(len(c.Paths))
-		// What the store has taken already is not taken again.
+		// Space that the store has already taken counts as available.
 		slabs, err := filepath.Glob(filepath.Join(dir, "slab-*"))
 		if err != nil {
 			return err

@@ -22,22 +22,22 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// A DAX is an arena on DAX devices. What was committed to it is found again, so it is full from
-// the start on. Its regions are the slabs of package pool: they come when one is carved, or a
-// device added, and go when one is carved anew, or a device removed.
+// A DAX is an arena on DAX devices. Committed chunks are found again after a restart, so it may be
+// full from the start. Its regions are the slabs of package daxtier. A region comes when a slab is
+// carved or a device is added, and goes when a slab is carved again or a device is removed.
 type DAX struct {
 	Options
-	pool   *daxtier.Arena // from Begin on
-	found  int            // chunks, by Begin
+	pool   *daxtier.Arena // set by Begin
+	found  int            // chunks found by Begin
 	drains drainer
 
 	mu sync.Mutex
-	// each with an FD of its own, for workers that connect while its device goes
+	// each with an FD of its own, for workers that connect while the device is being removed
 	regions  map[uint32]daxtier.Region
-	workers  Workers        // nil: nobody has been told of a region yet
-	changing map[string]int // changes under way of a device, by its path
+	workers  Workers        // nil until Start
+	changing map[string]int // by device path: changes under way
 
-	retracting sync.WaitGroup // regions that workers are to let go of, which nobody waits for
+	retracting sync.WaitGroup // calls of RetractRegion that run in the background
 }
 
 func newDAX(o Options) *DAX {
@@ -46,7 +46,7 @@ func newDAX(o Options) *DAX {
 
 var _ Arena = (*DAX)(nil)
 
-// Begin implements Arena: it opens the devices, and finds what is on them.
+// Begin implements Arena. It opens the devices and finds what is on them.
 func (a *DAX) Begin(books engine.Config) (*engine.Engine, error) {
 	start := time.Now()
 	c := &a.Options.DAX
@@ -81,10 +81,10 @@ func (a *DAX) Begin(books engine.Config) (*engine.Engine, error) {
 	return a.pool.Engine(), nil
 }
 
-// MemoryBytes implements Arena: a device is no memory of a control group's.
+// MemoryBytes implements Arena. Control groups do not count devices.
 func (a *DAX) MemoryBytes() int64 { return 0 }
 
-// LimitBytes implements Arena. With hot plug it may become larger than it is.
+// LimitBytes implements Arena. With hot plug the arena can later grow beyond its size.
 func (a *DAX) LimitBytes() int64 {
 	if a.Options.DAX.HotPlug {
 		return math.MaxInt64
@@ -97,7 +97,7 @@ func announced(r *daxtier.Region) connector.Region {
 		SizeBytes: r.SizeBytes, PageSize: r.PageSize}
 }
 
-// added is told of a region before anything in it can be granted.
+// added is called before anything in a new region can be granted.
 func (a *DAX) added(r daxtier.Region) error {
 	fd, err := unix.FcntlInt(uintptr(r.FD), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -115,10 +115,10 @@ func (a *DAX) added(r daxtier.Region) error {
 	return nil
 }
 
-// removed is told of a region in which nobody has or gets a lease any more. Where its device goes,
-// it waits until workers have unmapped it. Where its bytes only go to another region it does not: a
-// mapping that nobody uses does no harm, and it may be a session that makes room, whose worker
-// could not answer meanwhile.
+// removed is called for a region that has no lease and gets none any more. If the region's device
+// is leaving, removed waits until workers have unmapped the region. If only its bytes go to another
+// region, it does not wait. An unused mapping does no harm, and the caller may be a session that
+// makes room, whose worker could not respond during the wait.
 func (a *DAX) removed(id uint32) {
 	a.mu.Lock()
 	r, ok := a.regions[id]
@@ -133,7 +133,7 @@ func (a *DAX) removed(id uint32) {
 		if workers != nil {
 			workers.RetractRegion(id)
 		}
-		_ = unix.Close(r.FD) // it is a duplicate: nothing was written by it
+		_ = unix.Close(r.FD) // a duplicate; nothing was written through it
 	}
 	if wait {
 		retract()
@@ -142,7 +142,7 @@ func (a *DAX) removed(id uint32) {
 	a.retracting.Go(retract)
 }
 
-// change notes that a device is being changed; the caller calls done.
+// change records that a device is being changed. The caller must call done.
 func (a *DAX) change(path string) (done func()) {
 	path = filepath.Clean(path)
 	add := func(n int) {
@@ -190,7 +190,7 @@ func (a *DAX) Run(ctx context.Context, workers Workers) {
 	}
 }
 
-// publish tells clients how full the arena is.
+// publish shows clients how full the arena is.
 func (a *DAX) publish() {
 	a.Control.SetUsage(uint64(a.pool.Status().TotalCapacityBytes),
 		uint64(a.pool.Engine().Stats().UsedBytes))
@@ -244,10 +244,10 @@ func (a *DAX) Close() error {
 // Pool returns the store on the devices. It is valid from Begin to Close.
 func (a *DAX) Pool() *daxtier.Arena { return a.pool }
 
-// Devices describes the devices. One that is being emptied because it is drained is draining.
+// Devices describes the devices. A drained device that is being emptied is shown as draining.
 func (a *DAX) Devices() daxtier.Status {
-	// Before the status: what it says then may be newer, but is no state of an attempt that nobody
-	// knows of.
+	// emptying is read before the status: the status may be newer, but does not show a state of an
+	// attempt that is unknown here.
 	emptying := a.drains.emptying()
 	st := a.pool.Status()
 	for i := range st.Devices {
@@ -258,7 +258,7 @@ func (a *DAX) Devices() daxtier.Status {
 	return st
 }
 
-// Change begins a change of the devices that somebody asks for. Drains wait until done is called.
+// Change begins a requested change of the devices. Drains wait until done is called.
 func (a *DAX) Change() (done func()) { return a.drains.change() }
 
 // Add adds a device.
@@ -266,7 +266,7 @@ func (a *DAX) Add(ctx context.Context, path string, sizeBytes int64) error {
 	return a.pool.Add(ctx, path, sizeBytes)
 }
 
-// Remove removes a device, or has it drained.
+// Remove removes a device, or starts to drain it.
 func (a *DAX) Remove(ctx context.Context, path string, mode daxtier.Mode, force bool) error {
 	defer a.change(path)()
 	return a.pool.Remove(ctx, path, mode, force)

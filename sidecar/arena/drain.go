@@ -15,27 +15,27 @@ import (
 )
 
 const (
-	// drainEvery is how often devices that are drained are looked at.
+	// drainEvery is the interval of attempts to empty drained devices.
 	drainEvery = 250 * time.Millisecond
-	// drainAttempt bounds one attempt to empty one, which waits for leases: other devices want
+	// drainAttempt bounds one attempt, which waits for leases, so that all drained devices get
 	// their turn.
 	drainAttempt = 5 * time.Second
-	// drainPause is how long there is none after one that did not come to its end.
+	// drainPause is the pause after an attempt that did not finish.
 	drainPause = time.Second
 )
 
-// A drainer empties the devices of the arena that are drained, one at a time, until they are gone
-// or in use again. Changes that somebody asks for go first.
+// A drainer empties the drained devices of the arena, one at a time, until they are gone or in use
+// again. Requested changes go first.
 type drainer struct {
-	turn sync.RWMutex // held for reading by a change that was asked for, for writing by an attempt
+	turn sync.RWMutex // read-held by a requested change, write-held by an attempt
 
 	mu     sync.Mutex
-	asked  int                // changes that were asked for and have not ended
-	stop   context.CancelFunc // ends the attempt under way; nil: there is none
-	device string             // whose it is
+	asked  int                // requested changes that have not ended
+	stop   context.CancelFunc // ends the present attempt; nil: there is none
+	device string             // of the present attempt
 }
 
-// change lets a change begin that was asked for; the caller calls done.
+// change begins a requested change. The caller must call done.
 func (q *drainer) change() (done func()) {
 	q.mu.Lock()
 	q.asked++
@@ -52,14 +52,14 @@ func (q *drainer) change() (done func()) {
 	}
 }
 
-// emptying is the device that is being emptied because it is drained, or "".
+// emptying returns the drained device that is being emptied, or "".
 func (q *drainer) emptying() string {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.device
 }
 
-// attempt calls try unless somebody asks for a change, which ends it.
+// attempt calls try unless a change is requested. A change that is requested later ends try.
 func (q *drainer) attempt(ctx context.Context, device string,
 	try func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, drainAttempt)
@@ -84,8 +84,8 @@ func (q *drainer) attempt(ctx context.Context, device string,
 	return try(ctx)
 }
 
-// drain empties the devices that are drained, until ctx is done: their chunks are moved to the
-// others, or dropped where there is no room for them.
+// drain empties the drained devices until ctx is done. It moves their chunks to other devices, or
+// drops them if there is no room.
 func (a *DAX) drain(ctx context.Context) {
 	t := time.NewTimer(drainEvery)
 	defer t.Stop()
@@ -105,12 +105,12 @@ func (a *DAX) drain(ctx context.Context) {
 	}
 }
 
-// emptyDevice tries to empty and remove a device that is drained.
+// emptyDevice tries to empty and remove a drained device.
 func (a *DAX) emptyDevice(ctx context.Context, path string) error {
 	how := daxtier.Migrate
 	err := a.drains.attempt(ctx, path, func(ctx context.Context) error {
 		if st := deviceOf(a.pool.Status(), path); st == nil || st.State != stateDrained {
-			// meanwhile somebody wanted it otherwise
+			// another request changed the device's state
 			return nil
 		}
 		err := a.Remove(ctx, path, daxtier.Migrate, true)
@@ -135,10 +135,10 @@ func (a *DAX) emptyDevice(ctx context.Context, path string) error {
 	return err
 }
 
-// stateDrained is the state of a device that is drained.
+// stateDrained is the state of a drained device.
 const stateDrained = "draining"
 
-// deviceOf is a device of a pool, or nil.
+// deviceOf returns a device of a pool, or nil.
 func deviceOf(st daxtier.Status, path string) *daxtier.DeviceStatus {
 	path = filepath.Clean(path)
 	i := slices.IndexFunc(st.Devices, func(d daxtier.DeviceStatus) bool { return d.Path == path })

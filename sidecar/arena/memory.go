@@ -15,19 +15,19 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// growthBackOff is how long the arena waits after the host gave no memory, doubling up to
+// growthBackOff is how long the arena waits after the host gave no memory. It doubles up to
 // growthBackOffMost.
 const (
 	growthBackOff     = 5 * time.Second
 	growthBackOffMost = 5 * time.Minute
 )
 
-// memory owns its regions. It grows by adding one at a time; none is ever removed before the
-// end.
+// memory is an arena of host memory. It owns its regions, adds one at a time, and removes none
+// before the end.
 type memory struct {
 	Options
-	engine *engine.Engine // from Begin on
-	kind   dax.Kind       // of the first region; auto chooses anew for each
+	engine *engine.Engine // set by Begin
+	kind   dax.Kind       // of the first region; auto chooses again for each
 	reason string
 	node   int
 	limit  int64 // cfg.Limit, rounded up to whole pages
@@ -35,7 +35,7 @@ type memory struct {
 	mu       sync.Mutex
 	regions  []*dax.Region
 	capacity int64
-	failures uint64 // times that the host did not give a region
+	failures uint64 // times that the host refused a region
 }
 
 func newMemory(o Options) (*memory, error) {
@@ -74,7 +74,7 @@ func (a *memory) LimitBytes() int64 { return a.limit }
 
 func (a *memory) MemoryBytes() int64 {
 	if a.kind == dax.KindHugetlb || a.kind == dax.KindFile {
-		return 0 // huge pages count apart, pages of files can be written back
+		return 0 // huge pages are counted separately, pages of files can be written back
 	}
 	return a.limit
 }
@@ -104,7 +104,7 @@ func (a *memory) grow(workers Workers, size int64) error {
 	start := time.Now()
 	kind := a.kind
 	if a.Kind == dax.KindAuto && id > 0 {
-		// What was best at the start may be used up by now.
+		// The best kind at the start may be used up by now.
 		var err error
 		if kind, _, err = dax.Choose(dax.KindAuto, size); err != nil {
 			return err
@@ -122,8 +122,8 @@ func (a *memory) grow(workers Workers, size int64) error {
 	if err != nil {
 		return err
 	}
-	// Only one goroutine grows the arena, so id is still right. From here on the region stays open
-	// until the end, even if the engine does not take it: workers may have its fd by then.
+	// Only one goroutine grows the arena, so id is still right. The region stays open until the end
+	// from here on, even if the engine refuses it: workers may have its fd already.
 	a.mu.Lock()
 	a.regions = append(a.regions, r)
 	a.mu.Unlock()
@@ -142,10 +142,10 @@ func (a *memory) grow(workers Workers, size int64) error {
 	return nil
 }
 
-// Run grows the arena whenever it is short of room, and publishes its usage, until ctx is done. It
-// is short of room when its fill passes arena.grow_at, when a geometry that has no region waits for
-// one, and when something has been evicted or refused for want of room although arena.limit is not
-// reached, as happens when one geometry is full and another is not.
+// Run grows the arena when it is short of room, and publishes its usage, until ctx is done. The
+// arena is short of room in three cases: its fill passes arena.grow_at; a geometry without a region
+// waits for one; or chunks were evicted or refused for lack of room below arena.limit, as when one
+// geometry is full and another is not.
 func (a *memory) Run(ctx context.Context, workers Workers) {
 	tick := time.NewTicker(usageEvery)
 	defer tick.Stop()
