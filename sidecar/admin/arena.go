@@ -26,7 +26,7 @@ type RegionStatus struct {
 	PageSize  int64    `json:"page_size"`
 }
 
-// DAXArenaState is what an arena on DAX knows beside what all arenas know.
+// DAXArenaState describes what only an arena on DAX has.
 type DAXArenaState struct {
 	HotPlugEnabled   bool       `json:"hotplug_enabled" doc:"Whether devices may be added, removed and resized: arena.hotplug."`
 	Devices          []DAXArena `json:"devices" doc:"In the order in which they came."`
@@ -41,7 +41,7 @@ type DAXArenaState struct {
 	UnkeptChunks     uint64     `json:"unkept_chunks" doc:"Chunks that could not be kept, because the device failed there; they can be used until this process ends."`
 }
 
-// arenaStatus is what an arena knows of itself, as operators are shown it.
+// arenaStatus converts an arena's status to the form that operators see.
 func arenaStatus(st *arena.Status) ArenaStatus {
 	out := ArenaStatus{Kind: st.Kind, Reason: st.Reason, LimitBytes: st.LimitBytes,
 		CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes,

@@ -19,24 +19,24 @@ type Query struct {
 	FirstPage   uint32
 	Hashes      []byte // packed
 	DigestBytes int
-	Timeout     time.Duration // for the handshake, and again for the answer
+	Timeout     time.Duration // for the handshake, and again for the lookup
 }
 
-// An Answer is what the sidecar says to a Query.
+// An Answer is the result of a Query.
 type Answer struct {
-	Pages       int     `json:"pages"` // asked for
+	Pages       int     `json:"pages"` // requested
 	HitPages    uint32  `json:"hit_pages"`
 	HitTokens   uint32  `json:"hit_tokens"`
 	PageTokens  uint32  `json:"page_tokens"`
 	Fingerprint string  `json:"fingerprint"`
-	LatencyUs   float64 `json:"latency_us"` // of the lookup alone
+	LatencyUs   float64 `json:"latency_us"` // of the lookup only
 }
 
-// Ask asks the sidecar at the endpoint dir over its own sockets, in a scheduler's session of its
-// own, and gives back at once what the lookup leased.
+// Ask sends a query to the sidecar at the endpoint dir over the sidecar's own sockets, in a
+// scheduler's session of its own. It releases the leases of the lookup at once.
 func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
-	// A scheduler must know its engine's page geometry; who asks from the command line need not:
-	// the refusal says it.
+	// A scheduler must send its engine's page geometry. The command line need not know it: the
+	// refusal contains it.
 	hello := wire.Hello{
 		Role: wire.RoleScheduler, EngineID: q.EngineID, Rank: q.Rank,
 		PageTokens: 1, PagesPerChunk: 1, DigestBytes: uint8(q.DigestBytes),
@@ -65,7 +65,7 @@ func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
 
 	m := wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret, Lookup: 1,
 		FirstPage: q.FirstPage, Hashes: q.Hashes,
-		// an answer at the deadline needs a moment to arrive
+		// leave some time for the reply to arrive
 		DeadlineMs: uint32(q.Timeout.Milliseconds() * 9 / 10)}
 	start := time.Now()
 	r, err := lookups.Lookup(&m, q.Timeout)
@@ -83,8 +83,8 @@ func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
 	}, nil
 }
 
-// learn takes over the sidecar's value of a geometry field that the refusal names. It reports
-// whether asking again makes sense.
+// learn sets the geometry field that a refusal names to the sidecar's value. It reports whether
+// another attempt makes sense.
 func learn(h *wire.Hello, r *client.Refused) bool {
 	if r.Code != wire.RefuseIncompatible {
 		return false

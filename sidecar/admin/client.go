@@ -15,10 +15,11 @@ import (
 	"syscall"
 )
 
-// maxAnswerBytes bounds what a command takes for an answer.
+// maxAnswerBytes bounds a response that a command reads.
 const maxAnswerBytes = 64 << 20
 
-// A Client asks the sidecar that owns an endpoint, over its admin socket, which needs no token.
+// A Client sends requests to the sidecar that owns an endpoint, over its admin socket, which needs
+// no token.
 type Client struct {
 	dir  string
 	http *http.Client
@@ -39,7 +40,7 @@ func (c *Client) Get(ctx context.Context, path string, out any) error {
 	return c.do(ctx, http.MethodGet, path, nil, out)
 }
 
-// Post sends in to a path, and reads the answer into out.
+// Post sends in to a path and reads the response into out.
 func (c *Client) Post(ctx context.Context, path string, in, out any) error {
 	b, err := json.Marshal(in)
 	if err != nil {
@@ -76,7 +77,7 @@ func (c *Client) do(ctx context.Context, method, path string, body []byte, out a
 	return nil
 }
 
-// An unreachedError says what a cause means. Its text has no need of the cause's.
+// An unreachedError describes a cause. Its text replaces that of the cause.
 type unreachedError struct {
 	text  string
 	cause error
@@ -85,11 +86,11 @@ type unreachedError struct {
 func (e *unreachedError) Error() string { return e.text }
 func (e *unreachedError) Unwrap() error { return e.cause }
 
-// unreached says why the sidecar did not answer.
+// unreached returns why the sidecar did not respond.
 func (c *Client) unreached(err error) error {
 	var wrapped *url.Error
 	if errors.As(err, &wrapped) {
-		err = wrapped.Err // it names a URL that nobody gave
+		err = wrapped.Err // drops a URL that the user did not give
 	}
 	switch {
 	case errors.Is(err, os.ErrNotExist):
@@ -107,7 +108,7 @@ func (c *Client) unreached(err error) error {
 	return fmt.Errorf("no sidecar answers at %s: %w", c.dir, err)
 }
 
-// FetchStatus asks the sidecar that owns the endpoint dir for its status.
+// FetchStatus returns the status of the sidecar that owns the endpoint dir.
 func FetchStatus(ctx context.Context, dir string) (Status, error) {
 	var st Status
 	return st, NewClient(dir).Get(ctx, "/v1/status", &st)

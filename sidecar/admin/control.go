@@ -20,20 +20,19 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// arenaName is the arena's name where tiers are named.
+// arenaName is the arena's name in lists of tiers.
 const arenaName = "arena"
 
-// maxPins bounds the pins. What they may hold is bounded by the engine, to the share of one
-// session.
+// maxPins bounds the number of pins. The engine bounds what they hold to the share of one session.
 const maxPins = 1024
 
-// pins are those that were made over the admin server. The engine knows them by handles.
+// pins holds the pins made over the admin server. The engine knows them by handles.
 type pins struct {
 	mu   sync.Mutex
 	list map[uint64]PinStatus
 }
 
-// findSpace is the open space that a request means.
+// findSpace returns the open space that a request names.
 func (o *Operations) findSpace(name string) (engine.SpaceStats, error) {
 	open := o.Engine.Spaces()
 	var names []string
@@ -64,7 +63,7 @@ func (o *Operations) findSpace(name string) (engine.SpaceStats, error) {
 		"no space that is open begins with %q", name)
 }
 
-// find understands which prefix a request means.
+// find returns the space and hashes of the prefix that a request names.
 func (o *Operations) find(r PrefixRequest) (sp engine.SpaceStats, hashes []byte, err error) {
 	if sp, err = o.findSpace(r.Space); err != nil {
 		return sp, nil, err
@@ -89,8 +88,8 @@ func (o *Operations) find(r PrefixRequest) (sp engine.SpaceStats, hashes []byte,
 	return sp, hashes, nil
 }
 
-// progress says how far an operation got that ended with err. What ended by its deadline is no
-// failure.
+// progress describes how far an operation got before it ended with err. Reaching its deadline is
+// not a failure.
 func progress(sp engine.SpaceStats, r PrefixRequest, pages int, start time.Time,
 	err error) (ProgressResult, error) {
 	out := ProgressResult{Space: sp.Fingerprint.String(), PagesAsked: len(r.Hashes), Pages: pages,
@@ -101,7 +100,7 @@ func progress(sp engine.SpaceStats, r PrefixRequest, pages int, start time.Time,
 	return out, err
 }
 
-// Pin keeps what the arena has of a prefix.
+// Pin keeps the pages of a prefix that the arena holds.
 func (o *Operations) Pin(ctx context.Context, r PinRequest) (PinStatus, error) {
 	sp, hashes, err := o.find(r.PrefixRequest)
 	if err != nil {
@@ -158,7 +157,7 @@ func (o *Operations) Pins() []PinStatus {
 	return out
 }
 
-// Unpin ends a pin, or all.
+// Unpin ends one pin, or all.
 func (o *Operations) Unpin(_ context.Context, r UnpinRequest) (UnpinResult, error) {
 	if r.All == (r.Pin != "") {
 		return UnpinResult{}, apiError(http.StatusBadRequest, "give the id of a pin, or all",
@@ -179,7 +178,7 @@ func (o *Operations) unpin(match func(PinStatus) bool) (n int, err error) {
 		if match(p) {
 			delete(o.pins.list, handle)
 			n++
-			// That the engine knows it no more is the same in the end.
+			// A pin that the engine has already ended is fine.
 			if e := o.Engine.Unpin(handle); e != nil && !errors.Is(e, tiers.ErrNotFound) &&
 				!errors.Is(e, tiers.ErrStale) {
 				err = errors.Join(err, e)
@@ -189,8 +188,8 @@ func (o *Operations) unpin(match func(PinStatus) bool) (n int, err error) {
 	return n, err
 }
 
-// fingerprint understands which space a request to clear means: one that is open, or any by its
-// whole fingerprint.
+// fingerprint returns the space that a request to clear names: an open one, or any by its whole
+// fingerprint.
 func (o *Operations) fingerprint(name string) (tiers.Fingerprint, error) {
 	var fp tiers.Fingerprint
 	if b, err := hex.DecodeString(name); err == nil && len(b) == len(fp) {
@@ -200,7 +199,7 @@ func (o *Operations) fingerprint(name string) (tiers.Fingerprint, error) {
 	return sp.Fingerprint, err
 }
 
-// knownTier refuses the name of a tier that there is not.
+// knownTier returns an error if no tier has the name.
 func (o *Operations) knownTier(key, name string) error {
 	names := []string{arenaName}
 	for i := range o.Settings.Tiers {
@@ -223,7 +222,7 @@ func (o *Operations) Tiers() []TierStatus {
 	return out
 }
 
-// Prefetch brings a prefix into the arena.
+// Prefetch loads a prefix into the arena.
 func (o *Operations) Prefetch(ctx context.Context, r PrefetchRequest) (ProgressResult, error) {
 	start := time.Now()
 	sp, hashes, err := o.find(r.PrefixRequest)
@@ -256,7 +255,7 @@ func (o *Operations) Move(ctx context.Context, r MoveRequest) (ProgressResult, e
 	return progress(sp, r.PrefixRequest, pages, start, err)
 }
 
-// Clear forgets what is held of a space, of all, or of a prefix.
+// Clear drops the chunks of a space, of all spaces, or of a prefix.
 func (o *Operations) Clear(ctx context.Context, r ClearRequest) (ClearResult, error) {
 	start := time.Now()
 	if r.Tier != "" {
@@ -289,7 +288,7 @@ func (o *Operations) Clear(ctx context.Context, r ClearRequest) (ClearResult, er
 	return out, nil
 }
 
-// clearSpace forgets a space, or all.
+// clearSpace drops the chunks of a space, or of all spaces.
 func (o *Operations) clearSpace(ctx context.Context, r ClearRequest,
 	out *ClearResult) ([]stack.Cleared,
 	error) {
@@ -309,7 +308,7 @@ func (o *Operations) clearSpace(ctx context.Context, r ClearRequest,
 		}
 	}
 	if r.Tier == "" || r.Tier == arenaName {
-		// Pins first: what is pinned would stay in its slots.
+		// Pins first: pinned chunks would stay in their slots.
 		var err error
 		if out.Pins, err = o.unpin(func(p PinStatus) bool {
 			return r.All ||
@@ -321,7 +320,7 @@ func (o *Operations) clearSpace(ctx context.Context, r ClearRequest,
 	return o.Stack.Clear(ctx, fp, r.Tier)
 }
 
-// clearPrefix forgets a prefix.
+// clearPrefix drops the chunks of a prefix.
 func (o *Operations) clearPrefix(ctx context.Context, r ClearRequest,
 	_ *ClearResult) ([]stack.Cleared,
 	error) {

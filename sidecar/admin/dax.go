@@ -23,8 +23,8 @@ import (
 	"lookaside/tiers/daxtier"
 )
 
-// A DevicePool is what devices can be added to and removed from while it serves: a *daxtier.Pool.
-// Its methods may be called from any goroutine.
+// A DevicePool has devices that can be added and removed while it serves. *daxtier.Pool is one. Any
+// goroutine may call its methods.
 type DevicePool interface {
 	Status() daxtier.Status
 	Add(ctx context.Context, path string, sizeBytes int64) error
@@ -34,7 +34,7 @@ type DevicePool interface {
 
 var _ DevicePool = (*daxtier.Pool)(nil)
 
-// An Adapter is a tier of DAX devices. LMCache calls it so.
+// An Adapter is a tier of DAX devices, in LMCache's word.
 type Adapter struct {
 	Tier    string // its name
 	HotPlug bool
@@ -45,8 +45,7 @@ type Adapter struct {
 // A DAXSize is a number of bytes, or a size with a unit.
 type DAXSize string
 
-// UnmarshalJSON takes a number without a fraction, or a string; which sizes are right is for bytes
-// to say.
+// UnmarshalJSON accepts a whole number or a string. bytes checks the size.
 func (s *DAXSize) UnmarshalJSON(b []byte) error {
 	text := string(b)
 	if len(b) > 0 && b[0] == '"' {
@@ -68,7 +67,7 @@ func (DAXSize) Schema(huma.Registry) *huma.Schema {
 	}
 }
 
-// bytes understands the size. As LMCache does, it takes GB and the like for powers of 1024 too.
+// bytes parses the size. Like LMCache, it also takes GB and similar units as powers of 1024.
 func (s DAXSize) bytes() (int64, error) {
 	text := strings.ToLower(strings.TrimSpace(string(s)))
 	for _, unit := range []string{"kb", "mb", "gb", "tb"} {
@@ -85,7 +84,7 @@ func (s DAXSize) bytes() (int64, error) {
 	return n, nil
 }
 
-// A DAXTarget says which tier is meant.
+// A DAXTarget names a tier.
 type DAXTarget struct {
 	AdapterIndex *int   `json:"adapter_index,omitempty" doc:"Which of the tiers of DAX devices, from 0, as the status lists them. Left out: the one that has the device, or the first."`
 	DevicePath   string `json:"device_path" doc:"The device."`
@@ -120,13 +119,14 @@ type DAXSlots struct {
 	Draining int64 `json:"draining" doc:"Of the used ones, those in parts of the device that nothing new is written to."`
 }
 
-// DAXProgress is how far the last migration from a device is.
+// DAXProgress is the progress of the last migration from a device.
 type DAXProgress struct {
 	Moved int64 `json:"moved" doc:"Chunks that have been moved."`
 	Total int64 `json:"total" doc:"Chunks that were to be, when the last migration began."`
 }
 
-// DAXDeviceStatus is one device. Fields without a description say the same under LMCache's names.
+// DAXDeviceStatus describes one device. Fields without a description repeat others under LMCache's
+// names.
 type DAXDeviceStatus struct {
 	Index         int         `json:"index" doc:"In its tier, from 0."`
 	AdapterIndex  int         `json:"adapter_index" doc:"The tier's number, from 0."`
@@ -146,7 +146,7 @@ type DAXDeviceStatus struct {
 	RestartRecovery   bool  `json:"supports_restart_recovery"`
 }
 
-// DAXTierStatus is one tier of devices.
+// DAXTierStatus describes one tier of devices.
 type DAXTierStatus struct {
 	HotPlugEnabled     bool              `json:"hotplug_enabled" doc:"Whether devices may be added, removed and resized: hotplug of the tier's settings."`
 	TotalCapacityBytes int64             `json:"total_capacity_bytes" doc:"Of all devices."`
@@ -154,7 +154,7 @@ type DAXTierStatus struct {
 	Devices            []DAXDeviceStatus `json:"devices" doc:"In the order in which they came."`
 }
 
-// DAXAdapterStatus is one tier of devices, as LMCache describes an adapter.
+// DAXAdapterStatus describes one tier of devices in the form of an adapter of LMCache.
 type DAXAdapterStatus struct {
 	AdapterIndex        int           `json:"adapter_index" doc:"From 0, in the order of the tiers."`
 	Backend             string        `json:"backend" doc:"dax."`
@@ -163,7 +163,7 @@ type DAXAdapterStatus struct {
 	Status              DAXTierStatus `json:"status" doc:"Its devices."`
 }
 
-// DAXStatus is the answer of GET /reconfigure/dax/status.
+// DAXStatus is the response of GET /reconfigure/dax/status.
 type DAXStatus struct {
 	Enabled     bool               `json:"enabled" doc:"Whether there is a tier of DAX devices."`
 	Backend     string             `json:"backend" doc:"dax."`
@@ -172,7 +172,7 @@ type DAXStatus struct {
 	DAXTierStatus
 }
 
-// DAXResult is the answer to a change that succeeded.
+// DAXResult is the response to a change that succeeded.
 type DAXResult struct {
 	Status           string           `json:"status" doc:"ok."`
 	Operation        string           `json:"operation" doc:"add, remove, drain or resize."`
@@ -190,14 +190,15 @@ type DAXResult struct {
 	Seconds          float64          `json:"seconds" doc:"How long it took."`
 }
 
-// changes are the reconfigurations under way. They use tiers and so end before these are closed.
+// changes holds the reconfigurations under way. They use tiers, so they end before the tiers are
+// closed.
 type changes struct {
 	mu     sync.Mutex
-	closed bool // guarded by mu, as is wg's growing
+	closed bool // guarded by mu, as are additions to wg
 	wg     sync.WaitGroup
 }
 
-// begin counts a change and binds it to the daemon's life; the caller calls end.
+// begin counts a change and binds it to the daemon's life. The caller must call end.
 func (o *Operations) begin(ctx context.Context) (_ context.Context, end func(), err error) {
 	if err := o.ready(); err != nil {
 		return nil, nil, apiError(http.StatusServiceUnavailable, "ask this sidecar's successor",
@@ -223,7 +224,7 @@ func daxSlots(dev *daxtier.DeviceStatus) DAXSlots {
 		Leased: int64(dev.Slots.Leased), Draining: int64(dev.Slots.Draining)}
 }
 
-// describe describes an adapter, whose number is index.
+// describe describes an adapter. index is its number.
 func (a *Adapter) describe(index int) DAXAdapterStatus {
 	st := a.Status()
 	out := DAXAdapterStatus{
@@ -246,7 +247,7 @@ func (a *Adapter) describe(index int) DAXAdapterStatus {
 	return out
 }
 
-// device is a device of an adapter, or nil.
+// device returns a device of an adapter, or nil.
 func (s *DAXTierStatus) device(path string) *DAXDeviceStatus {
 	path = filepath.Clean(path)
 	if i := slices.IndexFunc(s.Devices,
@@ -273,10 +274,10 @@ func (o *Operations) DAXStatus() DAXStatus {
 	return out
 }
 
-// seeDAXStatus is the fix where a device or a tier is not known.
+// seeDAXStatus is the fix for an unknown device or tier.
 const seeDAXStatus = "GET /reconfigure/dax/status lists the tiers of DAX devices, and their devices"
 
-// checkDevicePath refuses what is no path from the root.
+// checkDevicePath refuses a path that is not absolute.
 func checkDevicePath(path string) error {
 	if !filepath.IsAbs(path) {
 		return apiError(http.StatusBadRequest,
@@ -286,7 +287,7 @@ func checkDevicePath(path string) error {
 	return nil
 }
 
-// target is the adapter that a request means, and its number.
+// target returns the adapter that a request names, and its number.
 func (o *Operations) target(r DAXTarget) (int, *Adapter, error) {
 	if err := checkDevicePath(r.DevicePath); err != nil {
 		return 0, nil, err
@@ -318,7 +319,8 @@ func (o *Operations) target(r DAXTarget) (int, *Adapter, error) {
 	return i, a, nil
 }
 
-// DAXAdd adds a device. One that is there in that size is left as it is, as LMCache does.
+// DAXAdd adds a device. Like LMCache, it leaves a device of that size unchanged if it is already
+// there.
 func (o *Operations) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, error) {
 	start := time.Now()
 	i, a, err := o.target(r.DAXTarget)
@@ -347,7 +349,7 @@ func (o *Operations) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, er
 	return out, nil
 }
 
-// DAXRemove removes a device, or has it drained.
+// DAXRemove removes a device, or starts to drain it.
 func (o *Operations) DAXRemove(ctx context.Context, r DAXRemoveRequest) (DAXResult, error) {
 	start := time.Now()
 	i, a, err := o.target(r.DAXTarget)
@@ -405,7 +407,8 @@ func (o *Operations) DAXResize(ctx context.Context, r DAXResizeRequest) (DAXResu
 	return out, nil
 }
 
-// daxResult says what a change came to. before is the device before it, if it was there.
+// daxResult describes the result of a change. before is the device before the change, if it was
+// there.
 func (o *Operations) daxResult(operation string, adapter int, path string, before *DAXDeviceStatus,
 	start time.Time) DAXResult {
 	out := DAXResult{Status: "ok", Operation: operation, AdapterIndex: adapter, DevicePath: path,
@@ -420,7 +423,8 @@ func (o *Operations) daxResult(operation string, adapter int, path string, befor
 	return out
 }
 
-// A daxOwner is whose devices an error is about, as far as its fix goes.
+// A daxOwner has the fixes for errors about devices of a tier or of the arena: how to list them,
+// what to do about leases, and which settings make the partition.
 type daxOwner struct{ list, leased, partition string }
 
 var (
@@ -434,7 +438,7 @@ var (
 	}
 )
 
-// daxError gives what a pool says a status and a fix.
+// daxError gives an error of a pool a status and a fix.
 func daxError(ctx context.Context, of daxOwner, path string, err error) error {
 	switch {
 	case errors.Is(err, daxtier.ErrNotFound):
@@ -473,11 +477,10 @@ func daxError(ctx context.Context, of daxOwner, path string, err error) error {
 		return apiError(http.StatusServiceUnavailable,
 			"try again when it has ended; a device that is drained is taken into use again by adding it", "%v", err)
 	}
-	return err // operationError knows the rest
+	return err // operationError handles the rest
 }
 
-// registerDAX makes the routes for hot plug, under the paths of LMCache's earlier and later
-// versions.
+// registerDAX adds the routes for hot plug, under the paths of older and newer versions of LMCache.
 func (a *api) registerDAX() {
 	for _, at := range []struct{ path, id string }{{"/reconfigure/dax/", "dax-"},
 		{"/reconfigure/dax/l2/", "dax-l2-"}} {
@@ -496,8 +499,8 @@ func (a *api) registerDAX() {
 	a.registerDAXArena()
 }
 
-// registerChange makes the route of a change of devices, which may take as long as it needs: it
-// ends early when who asked leaves, or the sidecar ends.
+// registerChange adds the route of a change of devices. A change has no deadline. It ends early
+// when its client leaves or the sidecar ends.
 func registerChange[In, Out any](a *api, op huma.Operation,
 	do func(context.Context, In) (Out, error)) {
 	huma.Register(a, op, func(ctx context.Context, in *input[In]) (*output[Out], error) {

@@ -23,7 +23,7 @@ type DAXArenaAddRequest struct {
 	Size       DAXSize `json:"size" doc:"How much of it to use: bytes, or a size such as \"100GiB\" (powers of 1024)."`
 }
 
-// DAXArenaDrainRequest is the body of POST /reconfigure/dax/l1/remove, which as in LMCache has no
+// DAXArenaDrainRequest is the body of POST /reconfigure/dax/l1/remove. Like LMCache's, it has no
 // other mode.
 type DAXArenaDrainRequest struct {
 	DevicePath string `json:"device_path" doc:"The device."`
@@ -45,7 +45,7 @@ type DAXArenaResizeRequest struct {
 	Force      bool    `json:"force,omitempty" doc:"Wait for those who have leases on these chunks; otherwise they make the answer 409."`
 }
 
-// DAXArena is one device of the arena. LMCache has all but the last three fields.
+// DAXArena is one device of the arena. LMCache has all fields except the last three.
 type DAXArena struct {
 	DevicePath        string      `json:"device_path" doc:"The device."`
 	SizeInBytes       int64       `json:"size_in_bytes" doc:"What is used of it."`
@@ -59,17 +59,17 @@ type DAXArena struct {
 	Progress          DAXProgress `json:"progress" doc:"How far the last migration from it is."`
 }
 
-// DAXArenasResult is the answer of GET /reconfigure/dax/l1/status.
+// DAXArenasResult is the response of GET /reconfigure/dax/l1/status.
 type DAXArenasResult struct {
 	Arenas []DAXArena `json:"arenas" doc:"The arena's devices."`
 }
 
-// DAXArenaAddResult is the answer of POST /reconfigure/dax/l1/add.
+// DAXArenaAddResult is the response of POST /reconfigure/dax/l1/add.
 type DAXArenaAddResult struct {
 	Added DAXArena `json:"added" doc:"The device."`
 }
 
-// DAXArenaRemoved is a device that is gone from the arena, or is going.
+// DAXArenaRemoved is a device that was removed from the arena, or is being removed.
 type DAXArenaRemoved struct {
 	DevicePath  string     `json:"device_path" doc:"The device."`
 	Arenas      []DAXArena `json:"arenas" doc:"What it is now; or was, if its state is removed."`
@@ -78,12 +78,12 @@ type DAXArenaRemoved struct {
 	Seconds     float64    `json:"seconds" doc:"How long it took."`
 }
 
-// DAXArenaRemoveResult is the answer to both requests to remove a device.
+// DAXArenaRemoveResult is the response of both requests to remove a device.
 type DAXArenaRemoveResult struct {
 	Removed DAXArenaRemoved `json:"removed" doc:"What is gone, or is going."`
 }
 
-// DAXArenaResizeResult is the answer of POST /v1/dax/arena/resize.
+// DAXArenaResizeResult is the response of POST /v1/dax/arena/resize.
 type DAXArenaResizeResult struct {
 	Resized      DAXArena `json:"resized" doc:"The device."`
 	OldSizeBytes int64    `json:"old_size_bytes" doc:"What was used of it before."`
@@ -91,7 +91,7 @@ type DAXArenaResizeResult struct {
 	Seconds      float64  `json:"seconds" doc:"How long it took."`
 }
 
-// daxArenas describes devices as those of an arena.
+// daxArenas converts a pool's devices to those of an arena.
 func daxArenas(st daxtier.Status) []DAXArena {
 	out := []DAXArena{}
 	for _, dev := range st.Devices {
@@ -107,7 +107,7 @@ func daxArenas(st daxtier.Status) []DAXArena {
 	return out
 }
 
-// othersActive says whether there is a device beside this one that is written to.
+// othersActive reports whether another device than the one at path is written to.
 func othersActive(st daxtier.Status, path string) bool {
 	return slices.ContainsFunc(st.Devices,
 		func(d daxtier.DeviceStatus) bool { return d.Path != path && d.State == "active" })
@@ -122,7 +122,7 @@ func (o *Operations) arenaDevice(path string) *DAXArena {
 	return nil
 }
 
-// notOnDAX is the answer while the arena is made of something else.
+// notOnDAX returns an error unless the arena is on DAX.
 func (o *Operations) notOnDAX() error {
 	return apiError(http.StatusConflict,
 		"the devices of tiers are below /reconfigure/dax/l2; arena.kind: dax puts the arena on devices", "the arena is not on DAX, but of kind %s", o.Settings.Arena.Kind)
@@ -136,7 +136,7 @@ func (o *Operations) DAXArenas() (DAXArenasResult, error) {
 	return DAXArenasResult{daxArenas(o.DAX.Devices())}, nil
 }
 
-// changeArena lets a change of the arena's devices in; the caller calls done.
+// changeArena begins a change of the arena's devices. The caller must call done.
 func (o *Operations) changeArena(path string) (done func(), err error) {
 	switch err := checkDevicePath(path); {
 	case o.DAX == nil:
@@ -150,7 +150,7 @@ func (o *Operations) changeArena(path string) (done func(), err error) {
 	return o.DAX.Change(), nil
 }
 
-// DAXArenaAdd adds a device to the arena, or takes one that is drained into use again.
+// DAXArenaAdd adds a device to the arena, or ends the drain of one.
 func (o *Operations) DAXArenaAdd(ctx context.Context, r DAXArenaAddRequest) (DAXArenaAddResult,
 	error) {
 	done, err := o.changeArena(r.DevicePath)
@@ -169,11 +169,11 @@ func (o *Operations) DAXArenaAdd(ctx context.Context, r DAXArenaAddRequest) (DAX
 	if a := o.arenaDevice(r.DevicePath); a != nil {
 		return DAXArenaAddResult{*a}, nil
 	}
-	// it was removed just now
+	// it has just been removed
 	return DAXArenaAddResult{DAXArena{DevicePath: r.DevicePath, State: "removed"}}, nil
 }
 
-// DAXArenaRemove removes a device from the arena, or begins to.
+// DAXArenaRemove removes a device from the arena, or starts to remove it.
 func (o *Operations) DAXArenaRemove(ctx context.Context,
 	r DAXArenaRemoveRequest) (out DAXArenaRemoveResult, err error) {
 	start := time.Now()
@@ -250,7 +250,7 @@ func (o *Operations) DAXArenaResize(ctx context.Context,
 	return out, nil
 }
 
-// registerDAXArena makes the routes for the arena's devices.
+// registerDAXArena adds the routes for the arena's devices.
 func (a *api) registerDAXArena() {
 	huma.Register(a, a.get("/reconfigure/dax/l1/status", "dax-l1-status",
 		"The DAX devices of the arena; 409 if it is not made of any"),
@@ -269,7 +269,7 @@ func (a *api) registerDAXArena() {
 			return a.o.DAXArenaRemove(ctx, DAXArenaRemoveRequest{DevicePath: r.DevicePath,
 				Mode: r.Mode})
 		})
-	// LMCache has nothing like these.
+	// LMCache has no such routes.
 	registerChange(a, a.post("/v1/dax/arena/remove", "dax-arena-remove",
 		"Remove a DAX device from the arena: in the background, or at once"), a.o.DAXArenaRemove)
 	registerChange(a, a.post("/v1/dax/arena/resize", "dax-arena-resize",

@@ -23,7 +23,7 @@ import (
 // A HostSidecar is a sidecar of this host, as `lookaside list` shows it.
 type HostSidecar struct {
 	Endpoint string  `json:"endpoint"`
-	PID      int     `json:"pid"` // 0 if it is not known
+	PID      int     `json:"pid"` // 0 if unknown
 	Version  string  `json:"version"`
 	UptimeS  float64 `json:"uptime_s"`
 	Arena    struct {
@@ -32,19 +32,20 @@ type HostSidecar struct {
 		LimitBytes    int64 `json:"limit_bytes"`
 	} `json:"arena"`
 	Verdict string `json:"verdict"` // see Status
-	// why it could not be asked, and then only the endpoint and perhaps the pid are known
+	// Error is why the sidecar could not be queried. Then only the endpoint and perhaps the pid are
+	// known.
 	Error string `json:"error"`
 }
 
-// HostSidecars lists the sidecars of this host in the order of their endpoints: those whose sockets
-// are in this network namespace, wherever their directories are, and those with a directory below
-// dir. Each is given until ctx ends to answer.
+// HostSidecars lists the sidecars of this host in the order of their endpoints. It finds those with
+// sockets in this network namespace, wherever their directories are, and those with a directory
+// below dir. ctx bounds the wait for each.
 func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
 	found, err := listening("/proc/net/unix")
 	if err != nil {
 		return nil, err
 	}
-	beside, _ := os.ReadDir(dir) // it need not be there
+	beside, _ := os.ReadDir(dir) // it may not exist
 	for _, e := range beside {
 		path := filepath.Join(dir, e.Name())
 		if _, err := os.Lstat(filepath.Join(path, socketFile)); err == nil {
@@ -68,8 +69,7 @@ func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
 	return out, nil
 }
 
-// listening returns the directories in which a socket for sessions and one for operators are
-// listened on.
+// listening returns the directories with a listening socket for sessions and one for operators.
 func listening(table string) ([]string, error) {
 	f, err := os.Open(table)
 	if err != nil {
@@ -110,7 +110,7 @@ func listening(table string) ([]string, error) {
 	return out, nil
 }
 
-// askHostSidecar asks the sidecar at dir how it is. It returns nil if none runs there.
+// askHostSidecar returns the state of the sidecar at dir, or nil if none runs there.
 func askHostSidecar(ctx context.Context, dir string) *HostSidecar {
 	out := &HostSidecar{Endpoint: dir}
 	st, err := FetchStatus(ctx, dir)
@@ -118,7 +118,7 @@ func askHostSidecar(ctx context.Context, dir string) *HostSidecar {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return nil // it was killed
 	case errors.Is(err, os.ErrNotExist):
-		// It listens, and has no directory that can be seen from here.
+		// It listens, but its directory is not visible here.
 		out.Error = "its directory is not visible here: it runs in another container, or its directory was removed"
 		return out
 	case err != nil:

@@ -15,7 +15,7 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// APIError is what an admin request gets that does not succeed.
+// APIError is the response to an admin request that fails.
 type APIError struct {
 	status  int
 	Message string `json:"error" doc:"What is wrong."`
@@ -32,11 +32,11 @@ func apiError(status int, fix, format string, args ...any) *APIError {
 	return &APIError{status: status, Message: fmt.Sprintf(format, args...), Fix: fix}
 }
 
-// seeDocument is the fix where the request itself is wrong.
+// seeDocument is the fix for a wrong request.
 const seeDocument = "GET /openapi.json says what a request may hold"
 
 func init() {
-	// The library makes the errors of what it checks itself through these, and schemas by this.
+	// The library makes its own errors with these functions, and their schema from the type.
 	huma.NewError = func(status int, msg string, errs ...error) huma.StatusError {
 		return requestError(nil, status, msg, errs...)
 	}
@@ -44,7 +44,8 @@ func init() {
 	huma.DefaultArrayNullable = false
 }
 
-// requestError describes what the library found wrong with a request, without repeating values.
+// requestError describes the library's findings about a request. It does not repeat values of the
+// request.
 func requestError(ctx huma.Context, status int, msg string, errs ...error) huma.StatusError {
 	e := &APIError{status: status, Message: msg, Fix: seeDocument}
 	var parts []string
@@ -78,7 +79,8 @@ func requestError(ctx huma.Context, status int, msg string, errs ...error) huma.
 	return e
 }
 
-// nearestProperty is the property that an unknown one of the body was probably meant to be, or "".
+// nearestProperty returns the property that an unknown one of the body was probably meant to be, or
+// "".
 func nearestProperty(ctx huma.Context, d *huma.ErrorDetail) string {
 	name, inBody := strings.CutPrefix(d.Location, "body.")
 	if ctx == nil || !inBody || d.Message != "unexpected property" ||
@@ -101,7 +103,7 @@ func nearestProperty(ctx huma.Context, d *huma.ErrorDetail) string {
 	return settings.Nearest(name, names)
 }
 
-// registryKey is where an operation's metadata have the registry of schemas.
+// registryKey is the key of the schema registry in an operation's metadata.
 const registryKey = "registry"
 
 // operationError gives an operation's error a status and a fix, unless it has them.
@@ -124,15 +126,15 @@ func operationError(err error) error {
 		return apiError(http.StatusNotFound,
 			"GET /v1/status, /v1/tiers and /v1/pins list what there is", "%v", err)
 	}
-	// By the contract of tiers whatever is left is a failure of a medium or a server.
+	// By the contract of tiers, all other errors are failures of a medium or a server.
 	return apiError(http.StatusBadGateway,
 		"GET /v1/tiers and the sidecar's log say which tier fails", "%v", err)
 }
 
-// write answers a request with the error, at once: without waiting for its body.
+// write sends the error as the response, without waiting for the body of the request.
 func (e *APIError) write(w http.ResponseWriter) {
 	w.Header().Set("Connection", "close")
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(e.status)
-	_ = json.NewEncoder(w).Encode(e) // who asked may have left
+	_ = json.NewEncoder(w).Encode(e) // the client may have left
 }

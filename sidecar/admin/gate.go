@@ -14,28 +14,27 @@ import (
 )
 
 const (
-	// maxConnections bounds the admin server's connections, so that a client that opens many
-	// cannot take the file descriptors that sessions need (libzmq aborts the process when accept
-	// meets EMFILE).
+	// maxConnections bounds the admin server's connections. Without it one client could take the
+	// file descriptors that sessions need, and libzmq aborts the process when accept fails with
+	// EMFILE.
 	maxConnections = 40
-	// maxRequests bounds the requests that are handled at a time. The connections beyond are for
-	// probes.
+	// maxRequests bounds the concurrent requests. The connections beyond it are for probes.
 	maxRequests = 32
 )
 
-// isProbe reports whether a request asks for nothing but a sign of life.
+// isProbe reports whether a request is for a probe route.
 func isProbe(r *http.Request) bool { return r.URL.Path == "/healthz" || r.URL.Path == "/readyz" }
 
-// gate is the admin server's listener. When there are too many connections, the one that has had no
-// request for the longest time is closed for the next: a client that opens connections and sends
-// nothing keeps nobody out.
+// gate is the admin server's listener. When there are too many connections, it closes the one that
+// has been without a request for the longest time. So a client that opens connections and sends
+// nothing blocks no other client.
 type gate struct {
 	net.Listener
 
 	mu       sync.Mutex
-	conns    []*gateConn // that have no request, longest first; then, in serving, those that have
+	conns    []*gateConn // without a request, longest idle first; then those in serving
 	serving  int
-	requests int // those of serving that are not probes
+	requests int // connections in serving whose request is no probe
 }
 
 type gateConn struct {
@@ -84,8 +83,8 @@ func (c *gateConn) Close() error {
 	return c.Conn.Close()
 }
 
-// CloseWrite ends what is sent, so that an answer arrives although the rest of a request is not
-// read.
+// CloseWrite shuts down the sending side, so that a response arrives although the rest of the
+// request was not read.
 func (c *gateConn) CloseWrite() error {
 	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
 		return half.CloseWrite()
@@ -93,7 +92,7 @@ func (c *gateConn) CloseWrite() error {
 	return nil
 }
 
-// remove removes a connection that has no request. g.mu is held.
+// remove removes a connection without a request. The caller holds g.mu.
 func (g *gate) remove(c *gateConn) {
 	for i, other := range g.conns {
 		if other == c {
@@ -103,7 +102,7 @@ func (g *gate) remove(c *gateConn) {
 	}
 }
 
-// begin notes that a connection has a request.
+// begin marks a connection as serving a request.
 func (g *gate) begin(c *gateConn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -114,7 +113,7 @@ func (g *gate) begin(c *gateConn) {
 	}
 }
 
-// end notes that the request was answered.
+// end marks the end of a connection's request.
 func (g *gate) end(c *gateConn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -125,7 +124,8 @@ func (g *gate) end(c *gateConn) {
 	}
 }
 
-// admit says whether one more request that is no probe may be handled; if so, leave must be called.
+// admit reports whether one more request that is no probe may be handled. If so, the caller must
+// call leave.
 func (g *gate) admit() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -142,15 +142,15 @@ func (g *gate) leave() {
 	g.requests--
 }
 
-// connKey is where a request's context has its gateConn.
+// connKey is the key of the gateConn in a request's context.
 type connKey struct{}
 
-// connContext is for http.Server.ConnContext.
+// connContext is an http.Server.ConnContext.
 func connContext(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, c)
 }
 
-// handler keeps the gate's books about the requests of h.
+// handler returns h with its requests counted by the gate.
 func (g *gate) handler(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if c, ok := r.Context().Value(connKey{}).(*gateConn); ok {
@@ -169,7 +169,7 @@ func (g *gate) handler(h http.Handler) http.Handler {
 	})
 }
 
-// hostNames are the names under which the admin server may be asked.
+// hostNames holds the names by which clients may address the admin server.
 type hostNames map[string]bool
 
 // newHostNames returns the names of this machine, of admin.listen, and of admin.hosts.
@@ -187,8 +187,8 @@ func newHostNames(cfg settings.AdminConfig) hostNames {
 	return names
 }
 
-// has reports whether a request's Host header names this server. A browser that a page of another
-// site has rebound to this address sends that site's name. An address cannot be rebound.
+// has reports whether a request's Host header names this server. A page of another site that a
+// browser was made to rebind to this address sends that site's name. An address cannot be rebound.
 func (n hostNames) has(host string) bool {
 	name := host
 	if h, _, err := net.SplitHostPort(host); err == nil {
@@ -201,8 +201,7 @@ func (n hostNames) has(host string) bool {
 	return name == "" || name == "localhost" || strings.HasSuffix(name, ".localhost") || n[name]
 }
 
-// ownOrigin reports whether a request comes from a program, or from a page that this very server
-// has served.
+// ownOrigin reports whether a request comes from a program or from a page that this server served.
 func ownOrigin(r *http.Request) bool {
 	origin := r.Header.Get("Origin")
 	if origin == "" {

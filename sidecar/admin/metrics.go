@@ -12,22 +12,22 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// Metrics has the histograms that are fed as things happen; all else is read from the parts when
-// Prometheus asks.
+// Metrics holds the histograms, which are updated at each event. All other metrics are read from
+// the parts at each scrape.
 type Metrics struct {
 	lookupSeconds prometheus.Histogram
 	hitTokens     prometheus.Histogram
 	tierSeconds   *prometheus.HistogramVec
 	tierBytes     *prometheus.HistogramVec
-	tiers         []tierMetrics // by the tier's number: what ObserveTier adds to, found once
+	tiers         []tierMetrics // by the tier's number; ObserveTier adds to them
 }
 
-// tierMetrics are a tier's histograms, by what is done.
+// tierMetrics holds a tier's histograms, by operation.
 type tierMetrics struct {
-	seconds, bytes [tierOps]prometheus.Observer // bytes has none for lookups
+	seconds, bytes [tierOps]prometheus.Observer // bytes has no entry for lookups
 }
 
-// tierOps is how many ops there are; tierOpNames are their names as labels.
+// tierOps is the number of operations; tierOpNames has their labels.
 const tierOps = 3
 
 var tierOpNames = [tierOps]string{stack.OpLookup: "lookup", stack.OpLoad: "load",
@@ -94,13 +94,13 @@ func (m *Metrics) registry(o *Operations) *prometheus.Registry {
 	return reg
 }
 
-// collector reads the daemon's counters and gauges. Its cost does not depend on what is held.
+// collector reads the daemon's counters and gauges. Its cost does not depend on how much is held.
 type collector struct {
 	o     *Operations
 	descs map[string]*prometheus.Desc
 }
 
-// The metrics of the collector; docs/operations.md explains them to operators.
+// collected lists the collector's metrics. docs/operations.md explains them to operators.
 var collected = []struct {
 	name, help string
 	labels     []string
@@ -333,7 +333,8 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	}
 }
 
-// Collect implements prometheus.Collector. It is one list, a line for each metric, and so long.
+// Collect implements prometheus.Collector. It is one list with a line for each metric, which is why
+// it is long.
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge := func(name string, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(c.descs[name], prometheus.GaugeValue, v, labels...)
@@ -553,7 +554,7 @@ func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...st
 		{"lookup_estimate_seconds", t.LookupS}, {"latency_estimate_seconds", t.LatencyS},
 		{"bandwidth_estimate_bytes_per_second", t.BytesPerSecond},
 	} {
-		if n.v >= 0 { // -1 is not known
+		if n.v >= 0 { // -1 means unknown
 			gauge("lookaside_tier_"+n.name, n.v, t.Name)
 		}
 	}

@@ -1,8 +1,9 @@
-// Package admin is what an operator may ask of a sidecar over HTTP: its status, its metrics, what
-// it is to keep where, and which devices it uses. It has the routes and the document that describes
-// them, the server, and the client that commands are made of.
+// Package admin serves operators over HTTP: the status and metrics of a sidecar, operations on its
+// chunks, and changes of its devices. It has the routes and the document that describes them, the
+// server, and the client that commands use.
 //
-// [Operations] does what is asked. It works on the parts of a daemon and knows no daemon.
+// [Operations] implements the operations. It works on the parts of a daemon and does not depend on
+// the daemon.
 package admin
 
 import (
@@ -20,23 +21,23 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// Peers describes what is shared with other sidecars.
+// Peers describes the sharing with other sidecars.
 type Peers interface {
 	Status() PeersStatus
 }
 
-// Events counts what is published.
+// Events counts published events.
 type Events interface {
 	Stats() ipc.EventStats
-	Gaps() uint64 // times that changes were lost, and all that is held was published anew
+	Gaps() uint64 // times that changes were lost and everything held was published again
 }
 
-// Parts are the parts of a daemon that operators look at and control. All but those that may be nil
-// must be set.
+// Parts holds the parts of a daemon that operators look at and control. All must be set, except
+// those that may be nil.
 type Parts struct {
 	Settings   *settings.Config
-	Version    string // this release's
-	Commit     string // that the program was built from
+	Version    string // of this release
+	Commit     string // the commit that the program was built from
 	Generation uint64
 	Started    time.Time
 	Background context.Context // ends when the daemon does
@@ -46,15 +47,14 @@ type Parts struct {
 	Server   *connector.Server
 	Lookups  *ipc.LookupSockets
 	Arena    arena.Arena
-	DAX      *arena.DAX // the arena, if it is on DAX; else nil
-	Adapters []Adapter  // tiers whose devices may come and go, nearest first
+	DAX      *arena.DAX // nil if the arena is not on DAX
+	Adapters []Adapter  // tiers whose devices may be added and removed, nearest first
 	Peers    Peers
 	Events   Events // nil: nothing is published
 	Log      *zap.Logger
 }
 
-// Operations is what operators may ask of one sidecar. Its methods may be called from any
-// goroutine.
+// Operations implements what operators can do with one sidecar. Any goroutine may call its methods.
 type Operations struct {
 	Parts
 	pins    pins
@@ -62,18 +62,18 @@ type Operations struct {
 	changes changes
 }
 
-// New returns the operations on these parts.
+// New returns the operations on the given parts.
 func New(p Parts) *Operations {
 	o := &Operations{Parts: p}
 	o.rates.note(p.Started, p.Server.Counters())
 	return o
 }
 
-// Watch notes what rates are made of, until ctx is done.
+// Watch samples the counters for rates until ctx is done.
 func (o *Operations) Watch(ctx context.Context) { o.rates.watch(ctx, o.Server.Counters) }
 
-// Close waits for the changes of devices under way, which the end of Background has stopped. Later
-// ones are refused.
+// Close waits for the changes of devices under way; the end of Background has stopped them. Later
+// changes are refused.
 func (o *Operations) Close() {
 	o.changes.mu.Lock()
 	o.changes.closed = true
@@ -81,7 +81,7 @@ func (o *Operations) Close() {
 	o.changes.wg.Wait()
 }
 
-// ready returns why clients are not welcome, or nil.
+// ready returns why the sidecar does not accept clients, or nil.
 func (o *Operations) ready() error {
 	if o.Server.Draining() {
 		return errors.New("draining")

@@ -9,15 +9,14 @@ import (
 	"lookaside/tiers/peer"
 )
 
-// PeersStatus is what is shared with other sidecars of the host.
+// PeersStatus describes the sharing with other sidecars of the host.
 type PeersStatus struct {
 	Enabled bool `json:"enabled" doc:"Whether anything is shared: peers.enabled, and events.journal is not 0."`
 	peer.Status
 	Borrowing BorrowingStatus `json:"borrowing"`
 }
 
-// BorrowingStatus is what this sidecar has of others, and what came of it. Counters are since the
-// start.
+// BorrowingStatus describes what this sidecar has borrowed. Counters are totals since the start.
 type BorrowingStatus struct {
 	Slots       int    `json:"slots" doc:"Chunks for which there are tables so far; peers.slots bounds those of a geometry."`
 	Used        int    `json:"used" doc:"Chunks that are borrowed."`
@@ -38,7 +37,7 @@ type BorrowingStatus struct {
 	Bad         uint64 `json:"bad" doc:"Of these, those whose bytes did not check out."`
 }
 
-// write writes it for people, if there is anything to say.
+// write writes the status for people. It writes nothing if there is nothing to report.
 func (st *PeersStatus) write(w io.Writer, skipped uint64) {
 	if !st.Enabled {
 		fmt.Fprintf(w, "peers\toff\n")

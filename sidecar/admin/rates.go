@@ -9,12 +9,12 @@ import (
 )
 
 const (
-	// rateWindow is what rates are of, and rateStep how often the counters are noted for it.
+	// rateWindow is the window of rates. Counters are sampled every rateStep.
 	rateWindow = time.Minute
 	rateStep   = 5 * time.Second
 )
 
-// LastMinute is what was counted in the last minute, or since the start.
+// LastMinute holds the counts of the last minute, or since the start if that is shorter.
 type LastMinute struct {
 	Seconds     float64              `json:"seconds" doc:"What it covers: a little more than 60, less just after the start."`
 	Tokens      connector.TokenCount `json:"tokens"`
@@ -27,11 +27,11 @@ type LastMinute struct {
 	ShedPages   uint64               `json:"shed_pages" doc:"Not stored, for want of room."`
 }
 
-// rates remembers the counters of a little more than the last minute. Its methods may be called
-// from any goroutine.
+// rates keeps samples of the counters for a little more than the last minute. Any goroutine may
+// call its methods.
 type rates struct {
 	mu sync.Mutex
-	// oldest first; the last one of those that are a minute old, and all that are younger
+	// oldest first: the newest sample that is a minute old or older, and all younger ones
 	noted []noted
 }
 
@@ -40,7 +40,7 @@ type noted struct {
 	count connector.Counters
 }
 
-// note remembers the counters of a moment, which is later than those before.
+// note adds a sample. at must be later than that of all samples before.
 func (r *rates) note(at time.Time, count connector.Counters) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -50,7 +50,7 @@ func (r *rates) note(at time.Time, count connector.Counters) {
 	}
 }
 
-// last returns what was counted between the counters of a minute ago and those of now.
+// last returns the difference between the counters now and a minute ago.
 func (r *rates) last(now time.Time, count connector.Counters) LastMinute {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -80,7 +80,7 @@ func (r *rates) last(now time.Time, count connector.Counters) LastMinute {
 	}
 }
 
-// watch notes the counters until ctx ends.
+// watch samples the counters until ctx ends.
 func (r *rates) watch(ctx context.Context, counters func() connector.Counters) {
 	tick := time.NewTicker(rateStep)
 	defer tick.Stop()

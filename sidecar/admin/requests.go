@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// maxTimeoutS bounds what a request may ask for, and so how long one can occupy a place.
+// maxTimeoutS bounds the timeout of a request, and so how long it can take one of the places.
 const maxTimeoutS = 600
 
 // A PrefixRequest names a prefix.
@@ -29,7 +29,7 @@ type PrefetchRequest struct {
 	TimeoutRequest
 }
 
-// ProgressResult says how far an operation on a prefix got.
+// ProgressResult describes how far an operation on a prefix got.
 type ProgressResult struct {
 	Space      string  `json:"space" doc:"Fingerprint of the space."`
 	PagesAsked int     `json:"pages_asked" doc:"Pages that the request names."`
@@ -56,7 +56,7 @@ type PinStatus struct {
 	Since      time.Time `json:"since" doc:"When it was made."`
 }
 
-// PinsResult is the answer of GET /v1/pins.
+// PinsResult is the response of GET /v1/pins.
 type PinsResult struct {
 	Pins []PinStatus `json:"pins" doc:"Oldest first."`
 }
@@ -67,7 +67,7 @@ type UnpinRequest struct {
 	All bool   `json:"all,omitempty" doc:"All pins."`
 }
 
-// UnpinResult is the answer of POST /v1/unpin.
+// UnpinResult is the response of POST /v1/unpin.
 type UnpinResult struct {
 	Unpinned int `json:"unpinned" doc:"Pins that were ended."`
 }
@@ -82,7 +82,7 @@ type ClearRequest struct {
 	Tier      string   `json:"tier,omitempty" maxLength:"32" doc:"Name of a tier, or arena. Left out: the arena and all tiers."`
 }
 
-// ClearResult is the answer of POST /v1/clear.
+// ClearResult is the response of POST /v1/clear.
 type ClearResult struct {
 	Cleared  []ClearedTier `json:"cleared" doc:"In the order of the tiers, the arena first."`
 	Pins     int           `json:"pins" doc:"Pins that ended because what they held was cleared."`
@@ -90,7 +90,7 @@ type ClearResult struct {
 	Seconds  float64       `json:"seconds" doc:"How long it took."`
 }
 
-// ClearedTier says what was cleared of one tier.
+// ClearedTier describes what was cleared in one tier.
 type ClearedTier struct {
 	Tier   string `json:"tier" doc:"Name of the tier, or arena."`
 	Chunks int    `json:"chunks" doc:"Chunks that were dropped; -1 where that cannot be known."`

@@ -18,19 +18,19 @@ import (
 	"lookaside/sidecar/settings"
 )
 
-// output is an answer with a body.
+// output is a response with a JSON body.
 type output[T any] struct{ Body T }
 
 // input is a request with a body.
 type input[T any] struct{ Body T }
 
-// textOutput is an answer that is no JSON.
+// textOutput is a response that is not JSON.
 type textOutput struct {
 	ContentType string `header:"Content-Type"`
 	Body        []byte
 }
 
-// A router is a ServeMux that knows what it routes.
+// A router is a ServeMux that can list its patterns.
 type router struct {
 	http.ServeMux
 	patterns []string
@@ -47,16 +47,16 @@ func (m *router) HandleFunc(pattern string, h func(http.ResponseWriter, *http.Re
 	m.Handle(pattern, http.HandlerFunc(h))
 }
 
-// api registers routes. Those of operators ask for the token, if there is one.
+// api registers routes. Those of operators require the token, if one is set.
 type api struct {
 	huma.API
 	o        *Operations
 	mux      *router
-	security []map[string][]string // nil: no token is asked for
+	security []map[string][]string // nil: no token is required
 }
 
-// newAPI makes the routes of the operations on mux, and /openapi.json, which describes them.
-// metrics serves /metrics.
+// newAPI adds the routes of the operations to mux, and /openapi.json, which describes them. metrics
+// serves /metrics.
 func newAPI(mux *router, o *Operations, metrics http.Handler, token, profiles bool) *huma.OpenAPI {
 	cfg := huma.DefaultConfig("Lookaside sidecar", o.Version)
 	cfg.Info.Description = "Looks at one sidecar and controls what it keeps where. Answers that are not a success carry what is wrong, and what to do about it."
@@ -103,7 +103,7 @@ func (a *api) post(at, id, summary string) huma.Operation {
 	return a.operation(http.MethodPost, at, id, summary)
 }
 
-// text describes a route whose answer is no JSON.
+// text describes a route whose response is not JSON.
 func text(o huma.Operation, contentType string) huma.Operation {
 	o.Responses = map[string]*huma.Response{"200": {
 		Description: "OK",
@@ -114,7 +114,7 @@ func text(o huma.Operation, contentType string) huma.Operation {
 	return o
 }
 
-// registerProbes makes the routes that ask for no token.
+// registerProbes adds the routes that require no token.
 func (a *api) registerProbes() {
 	probe := func(at, id, summary string) huma.Operation {
 		o := text(a.get(at, id, summary), "text/plain")
@@ -136,8 +136,8 @@ func (a *api) registerProbes() {
 		})
 }
 
-// registerTexts makes the routes that the library does not serve: it would have to hold the whole
-// text of metrics.
+// registerTexts adds the routes that do not use the library, which would hold the whole text of
+// metrics in memory.
 func (a *api) registerTexts(metrics http.Handler, profiles bool) {
 	document := func(o huma.Operation) { a.OpenAPI().AddOperation(&o) }
 	a.mux.Handle("GET /metrics", metrics)
@@ -149,7 +149,7 @@ func (a *api) registerTexts(metrics http.Handler, profiles bool) {
 			return
 		}
 		w.Header().Set("Content-Type", "application/json")
-		_, _ = w.Write(b) // who asked may have left
+		_, _ = w.Write(b) // the client may have left
 	})
 	document(text(a.get("/openapi.json", "openapi", "This document"), "application/json"))
 	if profiles {
@@ -161,7 +161,7 @@ func (a *api) registerTexts(metrics http.Handler, profiles bool) {
 	}
 }
 
-// registerOperations makes the routes of the operations, but for those on devices.
+// registerOperations adds the routes of the operations, except those on devices.
 func (a *api) registerOperations() {
 	huma.Register(a, a.get("/v1/status", "status", "What the sidecar holds and who uses it"),
 		func(context.Context, *struct{}) (*output[Status], error) {
@@ -185,7 +185,7 @@ func (a *api) registerOperations() {
 		"Move or copy a prefix from one tier to another"), a.o.Move)
 }
 
-// profileRoutes are those that admin.pprof adds.
+// profileRoutes are the routes that admin.pprof adds.
 var profileRoutes = []struct {
 	path, what string
 	serve      http.HandlerFunc
@@ -197,16 +197,16 @@ var profileRoutes = []struct {
 	{"/debug/pprof/trace", "An execution trace", pprof.Trace},
 }
 
-// MaxBodyBytes has room for the hashes of a prefix of maxPages pages, the longest there is.
+// MaxBodyBytes returns the limit of a body, which holds the hashes of the longest prefix.
 func MaxBodyBytes(maxPages int) int64 { return 64<<10 + int64(maxPages)*80 }
 
-// registerOperation makes the route of something that changes what is held.
+// registerOperation adds the route of an operation that changes what is held.
 func registerOperation[In, Out any](api huma.API, op huma.Operation, do func(context.Context,
 	In) (Out, error)) {
 	huma.Register(api, op, func(ctx context.Context, in *input[In]) (*output[Out], error) {
 		if rc, ok := ctx.Value(controllerKey{}).(*http.ResponseController); ok {
-			// The body has been read. A deadline for reading would end the request's context while
-			// the operation is under way.
+			// The body was read already. A read deadline would end the request's context while the
+			// operation is under way.
 			if err := errors.Join(rc.SetReadDeadline(time.Time{}),
 				rc.SetWriteDeadline(time.Now().Add(maxTimeoutS*time.Second+
 					time.Minute))); err != nil {
@@ -221,8 +221,7 @@ func registerOperation[In, Out any](api huma.API, op huma.Operation, do func(con
 	})
 }
 
-// OpenAPI returns the document that /openapi.json serves, as a sidecar with a token and profiles
-// serves it.
+// OpenAPI returns the document that a sidecar with a token and profiles serves at /openapi.json.
 func OpenAPI(version string) ([]byte, error) {
 	cfg := settings.Defaults()
 	o := &Operations{Parts: Parts{Settings: &cfg, Version: version}}

@@ -25,35 +25,36 @@ import (
 	"lookaside/sidecar/settings"
 )
 
-// Files in runtime.dir: the host:port of the admin server, and its Unix socket, which only the
-// directory's owner (and root) can connect to, and which asks for no token.
+// These are the server's files in runtime.dir: one with the host:port of the admin server, and its
+// Unix socket. Only the directory's owner and root can connect to the socket, so it requires no
+// token.
 const (
 	addrFile   = "admin.addr"
 	socketFile = "admin.sock"
 )
 
-// Others' files in runtime.dir, which are package ipc's.
+// These files in runtime.dir belong to package ipc.
 const (
 	sessionSocketFile = "session.sock"
 	lockFile          = "lock"
 )
 
-// answerTimeout bounds how long a client may take to read an answer.
+// answerTimeout bounds how long a client may take to read a response.
 const answerTimeout = 15 * time.Second
 
-// MaxOperations bounds the requests that change something and are under way at a time.
+// MaxOperations bounds the concurrent requests that change something.
 const MaxOperations = 4
 
 // A Server serves operators and Prometheus: on admin.listen, and on a Unix socket in runtime.dir.
 type Server struct {
 	servers []*http.Server
-	wg      sync.WaitGroup // of their Serve
+	wg      sync.WaitGroup // of the servers' goroutines
 	addr    string
 	file    string
 	mux     *router
 }
 
-// Start listens, and serves the operations and the metrics. dir is the sidecar's runtime.dir.
+// Start listens and serves the operations and the metrics. dir is the sidecar's runtime.dir.
 func Start(o *Operations, m *Metrics, dir string, log *zap.Logger) (_ *Server, err error) {
 	cfg := o.Settings.Admin
 	token, err := settings.ReadToken("admin.token_file", cfg.TokenFile, log)
@@ -89,7 +90,7 @@ func Start(o *Operations, m *Metrics, dir string, log *zap.Logger) (_ *Server, e
 	return a, nil
 }
 
-// Handler returns what serves the operations, but for metrics, to those who need no token.
+// Handler returns a handler of the operations, without metrics, for clients that need no token.
 func Handler(o *Operations) http.Handler {
 	return guard("", newHostNames(o.Settings.Admin), make(chan struct{}, MaxOperations),
 		newRouter(o, http.NotFoundHandler(), false))
@@ -117,7 +118,7 @@ func (a *Server) serve(ln net.Listener, h http.Handler, log *zap.Logger) {
 		ConnContext:       connContext,
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       10 * time.Second,
-		// a CPU profile takes 30 s; for the rest, answerTimeout
+		// a CPU profile takes 30 s; other responses have answerTimeout
 		WriteTimeout:   90 * time.Second,
 		IdleTimeout:    time.Minute,
 		MaxHeaderBytes: 16 << 10,
@@ -132,7 +133,7 @@ func (a *Server) serve(ln net.Listener, h http.Handler, log *zap.Logger) {
 	})
 }
 
-// errorLog has what http.Server reports, which is only what is wrong, in lines of one message.
+// errorLog logs the errors that http.Server reports, as lines of one message.
 type errorLog struct{ log *zap.Logger }
 
 // Write implements io.Writer.
@@ -141,7 +142,7 @@ func (l errorLog) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Close ends the servers at once and waits for them. The Unix socket is removed with its listener.
+// Close ends the servers at once and waits for them. It also removes the Unix socket.
 func (a *Server) Close() error {
 	var errs []error
 	for _, srv := range a.servers {
@@ -151,14 +152,14 @@ func (a *Server) Close() error {
 	return errors.Join(append(errs, os.Remove(a.file))...)
 }
 
-// ownerListener accepts connections of this user and of root. The socket's and its directory's mode
-// let in no other; this holds where somebody has changed them.
+// ownerListener accepts connections only of this user and of root. The modes of the socket and its
+// directory already ensure that; this check holds even if the modes were changed.
 type ownerListener struct {
 	*net.UnixListener
 	log *zap.Logger
 }
 
-// listenOwner listens on a Unix socket at path, where no socket is.
+// listenOwner listens on a Unix socket at path. No socket may exist there.
 func listenOwner(path string, log *zap.Logger) (net.Listener, error) {
 	ln, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
 	if err != nil {
@@ -187,12 +188,12 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 	}
 }
 
-// controllerKey is where a request's context has its http.ResponseController.
+// controllerKey is the key of the http.ResponseController in a request's context.
 type controllerKey struct{}
 
-// guard lets through who carries the token, or asks by a name of this server's; what no page of
-// another site made a browser send; and as many changes at a time as operations has room for.
-// Probes need none of it.
+// guard lets a request through to h under these conditions: it carries the token or addresses the
+// server by one of its own names; it was not sent by a page of another site; and if it changes
+// something, operations has room for it. Probes need none of these.
 func guard(token string, hosts hostNames, operations chan struct{}, h http.Handler) http.Handler {
 	origin := http.NewCrossOriginProtection()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -219,7 +220,7 @@ func guard(token string, hosts hostNames, operations chan struct{}, h http.Handl
 		}
 		rc := http.NewResponseController(w)
 		if !strings.HasPrefix(r.URL.Path, "/debug/pprof/") {
-			// a writer without deadlines is a test's
+			// only a test's writer has no deadlines
 			_ = rc.SetWriteDeadline(time.Now().Add(answerTimeout))
 		}
 		if r.Method != http.MethodGet && r.Method != http.MethodHead {
@@ -236,7 +237,7 @@ func guard(token string, hosts hostNames, operations chan struct{}, h http.Handl
 	})
 }
 
-// noRoute answers what no route takes.
+// noRoute responds to requests that match no route.
 func noRoute(doc *huma.OpenAPI) http.HandlerFunc {
 	paths := slices.Sorted(maps.Keys(doc.Paths))
 	return func(w http.ResponseWriter, r *http.Request) {
@@ -255,7 +256,7 @@ func noRoute(doc *huma.OpenAPI) http.HandlerFunc {
 	}
 }
 
-// writeFile replaces path as a whole, so that a reader sees the old text or the new one.
+// writeFile replaces path atomically: a reader sees the old text or the new one.
 func writeFile(path, text string) error {
 	tmp := path + ".new"
 	if err := os.WriteFile(tmp, []byte(text), 0o600); err != nil {

@@ -20,7 +20,8 @@ const (
 	stateDraining = "draining"
 )
 
-// Status is one sidecar at one moment: what /v1/status answers and `lookaside status` shows.
+// Status describes one sidecar at one moment. /v1/status returns it and `lookaside status` shows
+// it.
 type Status struct {
 	Verdict        string             `json:"verdict" doc:"A sentence: what is wrong, the worst first, or that it is healthy and of what use."`
 	Version        string             `json:"version"`
@@ -46,25 +47,25 @@ type Status struct {
 	Peers          PeersStatus        `json:"peers"` // other sidecars of the host
 	LoadedRatio    float64            `json:"loaded_ratio" doc:"Tokens loaded of those asked for, since the start; 0 if there were none."`
 	LastMinute     LastMinute         `json:"last_minute"`
-	// lookups and stores cut short by their session's share or its leases
+	// Limited counts lookups and stores cut short by the share or the leases of their session.
 	Limited   uint64            `json:"limited"`
 	Evictions map[string]uint64 `json:"evictions"` // chunks, by cause
 	Spaces    []SpaceStatus     `json:"spaces"`
-	// pairs of spaces that differ by accident
+	// Unshared lists pairs of spaces that differ by accident.
 	Unshared []UnsharedStatus          `json:"unshared"`
 	Sessions []connector.SessionStatus `json:"sessions"`
-	// Lingering sessions were given up while their clients live. They hold what they held, and
-	// count for sessions.limit.
+	// Lingering sessions were given up while their clients live. They keep what they held, and
+	// count toward sessions.limit.
 	Lingering []connector.LingeringStatus `json:"lingering"`
-	// Frozen sessions are those whose clients live, say nothing, and hold slots: FrozenSlots of the
-	// arena, with what lingering ones hold.
+	// Frozen sessions have clients that live but do not respond, and hold slots. FrozenSlots counts
+	// their slots in the arena, and those of lingering sessions.
 	Frozen      []connector.FrozenStatus `json:"frozen"`
 	FrozenSlots int                      `json:"frozen_slots"`
 	Counters    connector.Counters       `json:"counters"`
 }
 
-// SlotStatus counts the slots of the pieces of the arena that models have so far. Leased ones are
-// ready ones as well.
+// SlotStatus counts the slots of the carved parts of the arena. Leased slots are ready ones as
+// well.
 type SlotStatus struct {
 	Total   int `json:"total"`
 	Free    int `json:"free"`
@@ -75,33 +76,33 @@ type SlotStatus struct {
 
 // LookupStatus describes the lookups.
 type LookupStatus struct {
-	InFlight       int    `json:"in_flight"` // answered, and holding leases
+	InFlight       int    `json:"in_flight"` // finished, with leases
 	Expired        uint64 `json:"expired"`
 	AnswersDropped uint64 `json:"answers_dropped"`
 	Floods         uint64 `json:"floods"`
-	Waiting        int    `json:"waiting"`  // for tiers, or for restored chunks to be verified
-	Refused        uint64 `json:"refused"`  // answered by the arena alone, because too many waited
-	Late           uint64 `json:"late"`     // answered with what there was at their deadline
-	Cut            uint64 `json:"cut"`      // a part was left to be computed, being faster
-	Verified       uint64 `json:"verified"` // waited for restored chunks to be verified
+	Waiting        int    `json:"waiting"`  // for tiers, or for checks of restored chunks
+	Refused        uint64 `json:"refused"`  // limited to the arena, because too many waited
+	Late           uint64 `json:"late"`     // ended at their deadline with what there was
+	Cut            uint64 `json:"cut"`      // a part is computed instead, because that is faster
+	Verified       uint64 `json:"verified"` // waited for checks of restored chunks
 }
 
-// PromotionStatus describes what comes up from the tiers.
+// PromotionStatus describes the chunks that are loaded from tiers.
 type PromotionStatus struct {
 	InFlight int    `json:"in_flight"` // chunks
-	Chunks   uint64 `json:"chunks"`    // for which room was made
-	Joined   uint64 `json:"joined"`    // chunks that were on their way for another lookup
+	Chunks   uint64 `json:"chunks"`    // that got room in the arena
+	Joined   uint64 `json:"joined"`    // chunks already loading for another lookup
 	Failed   uint64 `json:"failed"`    // chunks that no tier could load
-	Late     uint64 `json:"late"`      // chunks that came when a store had been first
-	Pages    uint64 `json:"pages"`     // that came
+	Late     uint64 `json:"late"`      // chunks that a store committed first
+	Pages    uint64 `json:"pages"`     // loaded
 }
 
-// VerificationStatus describes the chunks that were restored with the arena, which are verified
-// before their first use.
+// VerificationStatus describes the chunks that were restored with the arena. Each is verified
+// before its first use.
 type VerificationStatus struct {
-	Unverified int    `json:"unverified"` // that are still to be
+	Unverified int    `json:"unverified"` // not verified yet
 	Verified   uint64 `json:"verified"`
-	Corrupt    uint64 `json:"corrupt"` // dropped, for they did not match their checksums
+	Corrupt    uint64 `json:"corrupt"` // dropped because of a wrong checksum
 }
 
 // CheckStatus describes the search for bytes of the arena that have changed since they were stored.
@@ -111,25 +112,26 @@ type CheckStatus struct {
 	Rotten  uint64 `json:"rotten" doc:"Chunks that had changed, or could not be read, and were dropped."`
 }
 
-// SpaceStatus is one space and what it holds.
+// SpaceStatus describes one space and what it holds.
 type SpaceStatus struct {
 	connector.SpaceStatus
 	Chunks int `json:"chunks"`
 	Pages  int `json:"pages"`
 }
 
-// UnsharedStatus says why instances of one model share nothing, which their users hardly mean.
+// UnsharedStatus gives the reasons why instances of one model share nothing, although their users
+// probably want it.
 type UnsharedStatus struct {
 	Space  string           `json:"space"` // short fingerprints
 	Other  string           `json:"other"`
-	Whose  string           `json:"whose"` // who has the other one
+	Whose  string           `json:"whose"` // which sidecar has the other space
 	Causes []unshared.Cause `json:"causes"`
-	// Connected is set where instances of both are connected, or the other one is another
+	// Connected is true if instances of both spaces are connected, or the other space is another
 	// sidecar's.
 	Connected bool `json:"connected"`
 }
 
-// Status returns a snapshot. Its parts are of slightly different moments.
+// Status returns a snapshot. Its parts are from slightly different moments.
 func (o *Operations) Status() Status {
 	e, c, l, w := o.Engine.Stats(), o.Server.Status(), o.Lookups.Stats(), o.Stack.LookupStats()
 	arena := o.Arena.Status(&e)
@@ -203,7 +205,8 @@ func (o *Operations) Status() Status {
 	return st
 }
 
-// WriteTable writes the status for people. It is one list, in the order of the table, and so long.
+// WriteTable writes the status for people. It is one list in the order of the table, which is why
+// it is long.
 func (st Status) WriteTable(w io.Writer) error {
 	if _, err := fmt.Fprintln(w, st.Verdict); err != nil {
 		return err
@@ -313,7 +316,7 @@ func (st Status) WriteTable(w io.Writer) error {
 	return tw.Flush()
 }
 
-// counts writes the counts that are not 0, in the order of their names.
+// counts writes the counts that are not 0, sorted by name.
 func counts(m map[string]uint64) string {
 	var parts []string
 	for name, n := range m {

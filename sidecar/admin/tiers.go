@@ -10,7 +10,7 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// TierStatus is one tier at one moment. Counters are since the start.
+// TierStatus describes one tier at one moment. Counters are totals since the start.
 type TierStatus struct {
 	Name   string `json:"name" doc:"Its name in the settings."`
 	Kind   string `json:"kind" doc:"dax, disk, redis or s3."`
@@ -53,7 +53,7 @@ type TierStatus struct {
 	BytesPerSecond float64 `json:"bytes_per_second" doc:"Estimate of how fast it loads; 0 before the first load."`
 }
 
-// tierStatus is what a stack knows of a tier, as operators are shown it.
+// tierStatus converts a stack's status of a tier to the form that operators see.
 func tierStatus(st *stack.TierStatus) TierStatus {
 	if st.Down != "" {
 		st.Breaker, st.LastError = breakerDown, st.Down
@@ -74,7 +74,7 @@ func tierStatus(st *stack.TierStatus) TierStatus {
 	}
 }
 
-// TiersResult is the answer of GET /v1/tiers.
+// TiersResult is the response of GET /v1/tiers.
 type TiersResult struct {
 	Tiers []TierStatus `json:"tiers" doc:"Nearest first."`
 }
@@ -125,13 +125,13 @@ func writeTiers(tw io.Writer, list []TierStatus) {
 	}
 }
 
-// breakerClosed is the State of a tier in use, breakerDown of one of which nothing is there.
+// breakerClosed is the State of a tier in use, breakerDown that of a tier of which nothing is open.
 const (
 	breakerClosed = "closed"
 	breakerDown   = "down"
 )
 
-// shownState says in a word whether a tier is in use.
+// shownState returns the word for a tier's state.
 func shownState(breaker string) string {
 	switch breaker {
 	case breakerClosed:

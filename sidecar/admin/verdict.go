@@ -9,8 +9,9 @@ import (
 	"lookaside/internal/unshared"
 )
 
-// verdict returns a sentence on how the sidecar is: what is wrong, the worst first, or that it is
-// healthy and of what use. The order of its cases is what it decides, so they stay together.
+// verdict returns a sentence on the sidecar's state: the worst problem, or that it is healthy and
+// what it is used for. The order of the cases is the order of importance, so they stay in one
+// function.
 func (st *Status) verdict() string {
 	var down []string
 	why := ""
@@ -64,7 +65,7 @@ func (st *Status) verdict() string {
 		counted(len(engines), "engine", "engines"), percent(last.LoadedRatio))
 }
 
-// processes names the processes of clients, each once.
+// processes lists the processes of clients, each once.
 func processes[T any](list []T, pid func(T) int32) string {
 	var pids []int32
 	for _, c := range list {
