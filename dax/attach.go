@@ -10,18 +10,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Attached is another process's region, mapped. Its bytes are valid until Close.
+// Attached is a mapped region of another process. Its bytes are valid until Close.
 type Attached struct{ mem []byte }
 
 // Attach maps sizeBytes at offsetBytes of a region's descriptor that came over a socket, to read
-// and to write. The offset is a multiple of pageSize, that of the pages behind the descriptor (0:
-// the system's), and so is the address. The descriptor stays the caller's, and may be closed at
-// once.
+// and to write. The offset and the address are multiples of pageSize, the size of the pages behind
+// the descriptor (0: the system's). The caller keeps ownership of the descriptor and may close it
+// at once.
 func Attach(f *os.File, offsetBytes, sizeBytes, pageSize int64) (*Attached, error) {
 	return attach(int(f.Fd()), offsetBytes, sizeBytes, pageSize, unix.PROT_READ|unix.PROT_WRITE)
 }
 
-// AttachReadOnly is Attach of a plain descriptor, to read only.
+// AttachReadOnly does what Attach does with a plain descriptor, to read only.
 func AttachReadOnly(fd int, offsetBytes, sizeBytes, pageSize int64) (*Attached, error) {
 	return attach(fd, offsetBytes, sizeBytes, pageSize, unix.PROT_READ)
 }
@@ -37,8 +37,8 @@ func attach(fd int, offsetBytes, sizeBytes, pageSize int64, prot int) (*Attached
 		return nil, fmt.Errorf("region at %d bytes: not at a page of %d bytes", offsetBytes,
 			pageSize)
 	}
-	// Beyond the file's end an access would be a bus error, not an error. A device tells no size
-	// here, and maps no more than it has.
+	// An access beyond the file's end would be a bus error. A device has no size here, and maps no
+	// more than it has.
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return nil, os.NewSyscallError("fstat", err)
@@ -55,7 +55,7 @@ func attach(fd int, offsetBytes, sizeBytes, pageSize int64, prot int) (*Attached
 	return &Attached{mem: mem}, nil
 }
 
-// Bytes is the whole region. Others may change it at any moment.
+// Bytes returns the whole region. Other processes may change it at any moment.
 func (a *Attached) Bytes() []byte { return a.mem }
 
 // Close unmaps the region. It is idempotent.

@@ -12,8 +12,8 @@ import (
 	"lookaside/internal/bytesize"
 )
 
-// BudgetReserve is what usually stays free beside an arena: page tables, the process itself and
-// the moment between our check and the kernel's.
+// BudgetReserve is the memory that usually stays free beside an arena. It covers page tables, the
+// process itself, and allocations between our check and the kernel's.
 const BudgetReserve = 64 << 20
 
 // regionReserve stays free beside a region that [Create] makes.
@@ -21,21 +21,21 @@ const regionReserve = 16 << 20
 
 const hugePagesDir = "sys/kernel/mm/hugepages/hugepages-2048kB"
 
-// CheckBudget says whether this host, and every control group (v1 or v2) that this process is in,
-// can give sizeBytes of memory of that kind now, and reserve bytes more of ordinary memory. It must
-// be asked before populating: a group that goes over its limit has a process killed, it gets no
-// error. The error wraps ErrNoMemory, or ErrTooLarge where waiting cannot help, and carries the
-// numbers and the limit's name.
+// CheckBudget returns an error unless this host, and every control group (v1 or v2) that this
+// process is in, can provide sizeBytes of memory of the kind now, and reserve more bytes of
+// ordinary memory. Call it before populating: if a group exceeds its limit, a process is killed,
+// and no call returns an error. The error wraps ErrNoMemory, or ErrTooLarge if waiting cannot help.
+// It contains the numbers and the limit's name.
 //
-// The answer is of this moment and reserves nothing. KindFile needs no memory that the kernel could
-// not take back, so it always passes; [Create] checks the filesystem instead. KindAuto is checked
-// as the kind that [Choose] picks.
+// The result holds for this moment and reserves nothing. KindFile needs only memory that the kernel
+// can take back, so it always passes; [Create] checks the filesystem instead. KindAuto is checked
+// as the kind that [Choose] returns.
 func CheckBudget(sizeBytes int64, kind Kind, reserve int64) error {
 	return checkBudget(systemHost, sizeBytes, kind, reserve)
 }
 
-// GroupMemory returns what the control groups that this process is in leave it:
-// the least of them. limited is false if no group has a limit.
+// GroupMemory returns the memory that the control groups of this process leave it: the least of
+// them. limited is false if no group has a limit.
 func GroupMemory() (free int64, limited bool, err error) {
 	return groupMemory(systemHost)
 }
@@ -63,8 +63,8 @@ func checkBudget(h host, size int64, kind Kind, reserve int64) error {
 	}
 }
 
-// refused is the error for a limit that leaves less than size, of the most that it could leave if
-// nobody else had any of it.
+// refused returns the error for a limit that leaves free bytes, fewer than size. most is what the
+// limit could leave if nothing else used any of it.
 func refused(size, most, free int64, limit string) error {
 	cause := ErrNoMemory
 	if size > most {
@@ -75,11 +75,11 @@ func refused(size, most, free int64, limit string) error {
 			max(free, 0)))
 }
 
-// room is what one limit leaves.
+// room is what one limit leaves free.
 type room struct {
-	total int64 // if nobody had any of it
+	total int64 // if nothing used any of it
 	free  int64
-	limit string // which, with its numbers
+	limit string // its name and numbers
 }
 
 func checkMemory(h host, size, reserve int64) error {
@@ -102,7 +102,7 @@ func checkMemory(h host, size, reserve int64) error {
 	return nil
 }
 
-// groupRooms returns what each limit of the memory groups leaves.
+// groupRooms returns what each limit of the memory groups leaves free.
 func groupRooms(h host) ([]room, error) {
 	groups, err := h.cgroups("memory")
 	if err != nil {
@@ -122,8 +122,7 @@ func groupRooms(h host) ([]room, error) {
 	return rooms, nil
 }
 
-// walk calls check for the group and all its parents: any of them may be the
-// tightest.
+// walk calls check for the group and all its parents, because any of them may be the tightest.
 func (g cgroup) walk(check func(dir string) error) error {
 	for p := g.path; ; p = path.Dir(p) {
 		if err := check(path.Join(g.mount, p)); err != nil {
@@ -135,8 +134,8 @@ func (g cgroup) walk(check func(dir string) error) error {
 	}
 }
 
-// roomsOf returns what the limits of one group leave. Page cache counts as
-// free, since the kernel drops it before it kills.
+// roomsOf returns what the limits of one group leave free. Page cache counts as free, because the
+// kernel drops it before it kills.
 func roomsOf(h host, version int, dir string) (rooms []room, err error) {
 	limits, usage, prefix := []string{"memory.max", "memory.high"}, "memory.current", ""
 	if version == 1 {
@@ -150,7 +149,7 @@ func roomsOf(h host, version int, dir string) (rooms []room, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("memory budget: %w", err)
 		}
-		if limit >= math.MaxInt64>>12<<12 { // v1 writes "none" as that
+		if limit >= math.MaxInt64>>12<<12 { // v1 writes "none" like this
 			continue
 		}
 		used, err := h.readInt(path.Join(dir, usage))
@@ -169,8 +168,8 @@ func roomsOf(h host, version int, dir string) (rooms []room, err error) {
 	return rooms, nil
 }
 
-// freeHugePages is how many 2 MiB pages may be had from the pool, those
-// included that vm.nr_overcommit_hugepages allows.
+// freeHugePages returns how many 2 MiB pages the pool can provide, including those that
+// vm.nr_overcommit_hugepages allows.
 func freeHugePages(h host) (pages int64, err error) {
 	var n [4]int64
 	for i, name := range []string{"free_hugepages", "resv_hugepages", "nr_overcommit_hugepages",

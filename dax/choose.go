@@ -16,11 +16,11 @@ const (
 	thpShmem2MB = "sys/kernel/mm/transparent_hugepage/hugepages-2048kB/shmem_enabled"
 )
 
-// Choose says which kind a region of sizeBytes would become, and why, in words
-// for the log. KindAuto takes hugetlb if the pool has enough free pages, else
-// transparent huge pages if the host allows them for shared memory, else 4 KiB
-// pages. Any other kind is taken as it is, or refused if this host cannot give
-// it at all (ErrUnsupported) or not that much of it (ErrNoMemory).
+// Choose returns the kind that a region of sizeBytes would become, and the reason in words for the
+// log. KindAuto becomes hugetlb if the pool has enough free pages, else transparent huge pages if
+// the host allows them for shared memory, else 4 KiB pages. Any other kind is returned as it is.
+// The error is ErrUnsupported if this host cannot provide the kind at all, ErrNoMemory if it cannot
+// provide that much.
 func Choose(want Kind, sizeBytes int64) (Kind, string, error) {
 	return choose(systemHost, want, sizeBytes)
 }
@@ -60,7 +60,7 @@ func choose(h host, want Kind, size int64) (Kind, string, error) {
 	}
 }
 
-// choiceTHP is nil if a memfd that asks with MADV_HUGEPAGE gets huge pages.
+// choiceTHP returns nil if a memfd gets huge pages after MADV_HUGEPAGE.
 func choiceTHP(h host) error {
 	global, err := selected(h, thpShmem)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -87,7 +87,7 @@ func choiceTHP(h host) error {
 	return fmt.Errorf("%w: %s is %q; write \"advise\" to it", ErrUnsupported, name, mode)
 }
 
-// selected is the word in brackets of a file like "always [madvise] never".
+// selected returns the word in brackets of a file like "always [madvise] never".
 func selected(h host, name string) (string, error) {
 	s, err := h.read(name)
 	if err != nil {

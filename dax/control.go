@@ -11,21 +11,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// State of a sidecar, as its control region tells it.
+// State is the state of a sidecar in its control region.
 type State uint32
 
 const (
-	// StateServing: sessions are welcome.
+	// StateServing means that new sessions are accepted.
 	StateServing State = 1
-	// StateDraining: what is out may finish, nothing new starts.
+	// StateDraining means that work under way may finish and no new work starts.
 	StateDraining State = 2
-	// StateClosed: the sidecar is gone.
+	// StateClosed means that the sidecar is gone.
 	StateClosed State = 3
 )
 
-// The control region: ControlSize bytes, little-endian, every field naturally
-// aligned and written with one store, so that a reader needs no lock. Fields
-// may be of different moments.
+// The control region has ControlSize bytes, little-endian. Every field is naturally aligned and
+// written with one store, so a reader needs no lock. Fields may be from different moments.
 const (
 	// ControlSize in bytes.
 	ControlSize = 4096
@@ -43,13 +42,11 @@ const (
 	controlUsedAt       = 40 // u64, bytes
 )
 
-// Control is what clients may poll without a message. Only this process can
-// write it: its memfd is sealed with F_SEAL_FUTURE_WRITE after our own mapping
-// was made, so any other mapping is read-only, also through /proc/PID/fd.
-// Nothing but the mapping can write it either: F_SEAL_FUTURE_WRITE refuses
-// write(2) and fallocate(2).
+// Control is a region that clients can poll without a message. Only this process can write it: its
+// memfd is sealed with F_SEAL_FUTURE_WRITE after our own mapping was made, so any other mapping is
+// read-only, also through /proc/PID/fd. The seal also refuses write(2) and fallocate(2).
 //
-// All methods may be called from any goroutine; setters after Close do nothing.
+// Any goroutine may call its methods. Setters after Close do nothing.
 type Control struct {
 	mu  sync.Mutex // guards the other fields
 	mem []byte     // nil once closed
@@ -86,24 +83,24 @@ func NewControl(generation uint64) (*Control, error) {
 // SetState publishes the sidecar's state.
 func (c *Control) SetState(s State) { c.store32(controlStateAt, uint32(s)) }
 
-// SetRegions publishes how many data regions there are.
+// SetRegions publishes the number of data regions.
 func (c *Control) SetRegions(n uint64) { c.store64(controlRegionsAt, n) }
 
-// SetUsage publishes the arena's capacity and what is used of it, in bytes.
+// SetUsage publishes the arena's capacity and its used part, in bytes.
 func (c *Control) SetUsage(capacityBytes, usedBytes uint64) {
 	c.store64(controlCapacityAt, capacityBytes)
 	c.store64(controlUsedAt, usedBytes)
 }
 
-// FD is the descriptor to hand to clients. It stays the Control's own.
+// FD returns the descriptor to pass to clients. The Control keeps ownership.
 func (c *Control) FD() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.fd
 }
 
-// Close publishes StateClosed to whoever still maps the region, then unmaps and
-// closes it. It is idempotent.
+// Close publishes StateClosed to all processes that still map the region, then unmaps and closes
+// it. It is idempotent.
 func (c *Control) Close() error {
 	c.SetState(StateClosed)
 	c.mu.Lock()

@@ -10,16 +10,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// daxInfo is what the kernel says of a DAX character device.
+// daxInfo is the kernel's description of a DAX character device.
 type daxInfo struct {
 	size  int64 // bytes
 	align int64 // of mappings, in bytes
 	node  int
 }
 
-// readDaxInfo reads the attributes of a character device, which fstat cannot tell.
-// They are in the directory of the device's number; kernels before 5.1, and those
-// with CONFIG_DEV_DAX_PMEM_COMPAT, have the alignment in that of its parent.
+// readDaxInfo reads the attributes of a character device, which fstat does not have. They are in
+// the directory of the device's number. Kernels before 5.1, and those with
+// CONFIG_DEV_DAX_PMEM_COMPAT, have the alignment in the parent's directory.
 func readDaxInfo(sysFS, path string, rdev uint64) (daxInfo, error) {
 	name := fmt.Sprintf("%d:%d", unix.Major(rdev), unix.Minor(rdev))
 	dir := filepath.Join(sysFS, "dev", "char", name)
@@ -58,5 +58,5 @@ func readDaxInfo(sysFS, path string, rdev uint64) (daxInfo, error) {
 	return info, nil
 }
 
-// maxAlign is more than any architecture has pages of.
+// maxAlign is larger than any architecture's pages.
 const maxAlign = 16 << 30

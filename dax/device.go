@@ -18,7 +18,7 @@ import (
 	"lookaside/internal/bytesize"
 )
 
-// DeviceKind says what byte-addressable memory a [Device] is on.
+// DeviceKind is the kind of byte-addressable memory that a [Device] is on.
 type DeviceKind string
 
 const (
@@ -28,25 +28,22 @@ const (
 	// FSDAX is a file on a file system mounted with -o dax that takes MAP_SYNC:
 	// its pages are the persistent memory itself.
 	FSDAX DeviceKind = "fsdax"
-	// PlainFile is a regular file, which stands in for a device: its pages are
-	// the page cache's.
+	// PlainFile is a regular file in place of a device. Its pages are in the page cache.
 	PlainFile DeviceKind = "file"
 )
 
-// ErrDevice: what was named is no DAX device that this process can use as it was
-// asked to: not there, no permission, another kind of file, or a partition that
-// does not fit or is not aligned.
+// ErrDevice means that a path is not a DAX device that this process can use as requested: it does
+// not exist, permission is missing, it is another kind of file, or the partition does not fit or is
+// not aligned.
 var ErrDevice = errors.New("not usable as a DAX device")
 
-// RangeLockedError says that another open Device has a part of the partition.
-// It wraps [ErrBusy].
+// RangeLockedError means that another open Device has a part of the partition. It wraps [ErrBusy].
 type RangeLockedError struct {
 	Path string
-	// OffsetBytes and SizeBytes are the part of the device that is locked, as
-	// far as the first lock that is in the way goes.
+	// OffsetBytes and SizeBytes are the part of the device that the first conflicting lock covers.
 	OffsetBytes, SizeBytes int64
-	// PID of its owner, 0 where nobody knows it: the lock does not tell, but who
-	// keeps something on the device can (see Peek).
+	// PID is the owner's process, or 0 if unknown. The lock does not contain it, but the format on
+	// the device may (see Peek).
 	PID int
 }
 
@@ -61,38 +58,37 @@ func (e *RangeLockedError) Error() string {
 
 func (e *RangeLockedError) Unwrap() error { return ErrBusy }
 
-// DeviceOptions say which part of which device to open.
+// DeviceOptions selects the device, and the part of it, to open.
 type DeviceOptions struct {
 	// Path of a DAX character device or of a file.
 	Path string
 	// OffsetBytes and SizeBytes are the partition, multiples of the device's
 	// alignment. SizeBytes 0 is all from the offset to the device's end.
 	OffsetBytes, SizeBytes int64
-	// Ranks, if more than one, cuts these bytes into as many equal parts, each as
-	// large as alignment allows; the partition is the one of Rank, from 0.
+	// Ranks, if more than one, cuts these bytes into as many equal parts, each as large as alignment
+	// allows. The partition is part number Rank, from 0.
 	Rank, Ranks int
-	// AllowFile lets a regular file that is not on DAX stand in for a device. One
-	// that is not there, or is empty, is made to end with these bytes.
+	// AllowFile allows a regular file that is not on DAX in place of a device. A missing or empty
+	// file is made, and ends with these bytes.
 	AllowFile bool
-	// SysFS is where the kernel describes devices; "" is /sys.
+	// SysFS is the directory where the kernel describes devices; "" is /sys.
 	SysFS string
 }
 
-// Device is a partition of a DAX device, mapped. The partition is this process's
-// alone for as long as it is open, by a lock on exactly these bytes: several
-// ranks share a device, each with a partition of its own.
+// Device is a mapped partition of a DAX device. While it is open the partition belongs to this
+// process alone, by a lock on exactly these bytes. So several ranks can share a device, each with a
+// partition of its own.
 //
-// All methods may be called from any goroutine, but for Resize and Close, which
-// want nobody to use the bytes that go. Every access to the bytes belongs inside
-// [Guard]: a device can go away, a page be poisoned, and whoever can write a file
-// can truncate it.
+// Any goroutine may call its methods. Before Resize and Close, the caller must ensure that the
+// bytes that go are not in use. Every access to the bytes belongs inside [Guard]: a device can go
+// away, a page can be poisoned, and a file can be truncated by any process that can write it.
 type Device struct {
 	path   string
 	kind   DeviceKind
 	align  int64
 	node   int
 	offset int64
-	fd     int // to map and to hand out
+	fd     int // to map and to pass on
 	lock   int // an open file of its own that has the lock, see createFile
 
 	// address space reserved for the partition to grow in; the first size bytes are mapped
@@ -104,13 +100,13 @@ type Device struct {
 	closeErr error
 }
 
-// fileRoom is how much address space is reserved for a file, so that its
-// partition can grow without moving.
+// fileRoom is the address space that is reserved for a file, so that its partition can grow without
+// moving.
 const fileRoom = 1 << 40
 
 // OpenDevice locks and maps a partition of a device. Errors wrap [ErrDevice], [ErrBusy] (a
-// *RangeLockedError, or after a few seconds a *LentError), [ErrNoSpace] or [ErrNoMemory], and say
-// what to do about it. A failed OpenDevice leaves nothing open; a file that it made stays.
+// *RangeLockedError, or after a few seconds a *LentError), [ErrNoSpace] or [ErrNoMemory], and
+// contain a fix. A failed OpenDevice leaves nothing open, but a file that it made stays.
 func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	switch {
 	case o.OffsetBytes < 0 || o.SizeBytes < 0 || o.OffsetBytes > math.MaxInt64-o.SizeBytes:
@@ -134,8 +130,8 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 			d = nil
 		}
 	}()
-	// The lock's open file must not be the mapped one: mappings that workers
-	// were handed would keep it alive beyond our death.
+	// The lock needs an open file of its own: workers' mappings of the mapped one would keep the
+	// lock alive after our death.
 	if d.lock, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd),
 		unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
 		return d, fmt.Errorf("%s: open: %w", o.Path, err)
@@ -144,7 +140,7 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	if err = unix.Fstat(fd, &st); err != nil {
 		return d, fmt.Errorf("%s: stat: %w", o.Path, err)
 	}
-	total := st.Size // that the partition must lie in
+	total := st.Size // the partition must lie below it
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFCHR:
 		info, err := readDaxInfo(o.SysFS, o.Path, st.Rdev)
@@ -191,14 +187,14 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 		return d, err
 	}
 	if d.kind != DevDAX {
-		// or a store into the mapping could meet a full file system, which is SIGBUS
+		// else a store into the mapping could meet a full file system, which is SIGBUS
 		if err = allocateRange(d.path, fd, d.offset, size); err != nil {
 			return d, err
 		}
 	}
 	room := total - d.offset
 	switch {
-	case o.Ranks > 1: // behind it is another's
+	case o.Ranks > 1: // the bytes behind it belong to another rank
 		room = size
 	case d.kind != DevDAX:
 		room = max(room, fileRoom)
@@ -211,7 +207,7 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	return d, d.mapTo(size)
 }
 
-// fits says whether a partition of a size can be.
+// fits returns an error if the partition cannot have the given size.
 func (d *Device) fits(size, total int64) error {
 	switch {
 	case d.offset%d.align != 0 || size%d.align != 0:
@@ -225,7 +221,7 @@ func (d *Device) fits(size, total int64) error {
 	return nil
 }
 
-// openDeviceFile opens the path, and makes the file if it may.
+// openDeviceFile opens the path, and makes the file if that is allowed.
 func openDeviceFile(o *DeviceOptions) (fd int, err error) {
 	const flags = unix.O_RDWR | unix.O_CLOEXEC | unix.O_NONBLOCK | unix.O_NOCTTY
 	fd, err = unix.Open(o.Path, flags, 0)
@@ -264,8 +260,7 @@ func fileType(mode uint32) string {
 	return "no device"
 }
 
-// fileKind says whether a regular file is on DAX: the kernel takes MAP_SYNC there
-// and nowhere else.
+// fileKind reports whether a regular file is on DAX: the kernel accepts MAP_SYNC only there.
 func fileKind(fd int) (DeviceKind, error) {
 	page := uintptr(os.Getpagesize())
 	p, err := unix.MmapPtr(fd, 0, nil, page, unix.PROT_READ|unix.PROT_WRITE,
@@ -280,12 +275,12 @@ func fileKind(fd int) (DeviceKind, error) {
 	return PlainFile, fmt.Errorf("%w: mmap: %w", ErrDevice, err)
 }
 
-// makingByte is locked by whoever makes a file, so that ranks that share one that
-// is not there yet make it once.
+// makingByte is locked while a file is being made, so that ranks that share a missing file make it
+// once.
 const makingByte = 1 << 62
 
-// makeDeviceFile gives an empty file its size, unless another process just did,
-// and answers it.
+// makeDeviceFile gives an empty file its size, unless another process has just done so, and returns
+// the size.
 func makeDeviceFile(o DeviceOptions, lock int) (size int64, err error) {
 	making := unix.Flock_t{Type: unix.F_WRLCK, Start: makingByte, Len: 1}
 	for {
@@ -315,8 +310,8 @@ func makeDeviceFile(o DeviceOptions, lock int) (size int64, err error) {
 	return size, allocateRange(o.Path, lock, 0, size)
 }
 
-// allocateRange gives a file all blocks of a range, making it longer if it ends
-// before, after looking whether there is room for what is missing.
+// allocateRange allocates all blocks of a range of a file, and extends the file if it ends before.
+// It first checks that there is room for the missing blocks.
 func allocateRange(path string, fd int, off, n int64) error {
 	var st unix.Stat_t
 	var fs unix.Statfs_t
@@ -327,7 +322,7 @@ func allocateRange(path string, fd int, off, n int64) error {
 		return fmt.Errorf("%s: %w: a file on hugetlbfs", path, ErrDevice)
 	}
 	if missing := off + n - st.Size; missing > 0 {
-		if fs.Type == unix.TMPFS_MAGIC { // a file in memory is memory
+		if fs.Type == unix.TMPFS_MAGIC { // files on tmpfs are memory
 			if err := checkBudget(systemHost, missing, KindMemfd, regionReserve); err != nil {
 				return fmt.Errorf("%s: on tmpfs: %w", path, err)
 			}
@@ -337,21 +332,21 @@ func allocateRange(path string, fd int, off, n int64) error {
 				bytesize.Format(missing), bytesize.Format(free))
 		}
 	}
-	// tmpfs looks at each page that is there already, 0.2 s of them for 5 GiB. It counts exactly
-	// what it has of a file: no other file system need.
+	// tmpfs visits each page that is already there, which takes 0.2 s for 5 GiB. It counts its
+	// blocks exactly, so the call can be left out. Other file systems may count differently.
 	if fs.Type == unix.TMPFS_MAGIC && off+n <= st.Size && st.Blocks*512 >= st.Size {
 		return nil
 	}
 	return allocate(path, fd, off, n)
 }
 
-// lockPatience is how long a lock is asked for that somebody else has: what a
-// killed process had open may be closed some time after its end was seen.
+// lockPatience is how long a lock of another process is tried. The open files of a killed process
+// may be closed some time after its end was seen.
 const lockPatience = 250 * time.Millisecond
 
-// lockRange takes the lock on some bytes of the device. An open file description
-// lock is this open file's own: it conflicts also with others of this process,
-// and ends when the file is closed, however that comes about.
+// lockRange locks some bytes of the device. An open file description lock belongs to this open
+// file: it conflicts with other open files of this process too, and ends when the file is closed
+// for any reason.
 func (d *Device) lockRange(off, n int64) error {
 	var l unix.Flock_t
 	var err error
@@ -371,21 +366,21 @@ func (d *Device) lockRange(off, n int64) error {
 	l = unix.Flock_t{Type: unix.F_WRLCK, Start: off, Len: n}
 	if unix.FcntlFlock(uintptr(d.lock), unix.F_OFD_GETLK, &l) == nil && l.Type != unix.F_UNLCK {
 		busy.OffsetBytes, busy.SizeBytes = l.Start, l.Len
-		if l.Pid > 0 { // a lock of the old kind, by another program
+		if l.Pid > 0 { // a lock of the older kind, by another program
 			busy.PID = int(l.Pid)
 		}
 	}
 	return busy
 }
 
-// reserve takes address space for a mapping of n bytes that may have to begin at
-// a multiple of align.
+// reserve reserves address space for a mapping of n bytes whose start may have to be a multiple of
+// align.
 func reserve(n, align int64) ([]byte, error) {
 	return mapAlignedAt(-1, 0, n, max(align, HugePageSize), unix.PROT_NONE,
 		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 }
 
-// mapTo maps what is missing for the partition to have size bytes.
+// mapTo maps what is missing for a partition of size bytes.
 func (d *Device) mapTo(size int64) error {
 	from := d.size.Load()
 	flags := unix.MAP_SHARED | unix.MAP_FIXED
@@ -401,16 +396,15 @@ func (d *Device) mapTo(size int64) error {
 	mem := d.room[from:size]
 	_ = unix.Madvise(mem, unix.MADV_DONTDUMP) // as in create
 	if d.kind == PlainFile {
-		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // where the file system has them
+		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // if the file system supports them
 	}
 	d.size.Store(size)
 	return nil
 }
 
-// Resize makes the partition end elsewhere. To grow it locks what comes: errors
-// are those of OpenDevice, and a file that was allowed to stand in for a device is
-// made longer. What goes when it shrinks must not be in use; what stays does not
-// move, and keeps its bytes.
+// Resize changes the end of the partition. To grow, it locks the new bytes. It returns the same
+// errors as OpenDevice, and extends a file in place of a device. When it shrinks, the bytes that go
+// must not be in use. The bytes that stay do not move and keep their content.
 func (d *Device) Resize(sizeBytes int64) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -456,40 +450,41 @@ func (d *Device) unlockRange(off, n int64) error {
 	return nil
 }
 
-// Bytes is the partition. It is valid until Close, and as far as Resize has left it.
+// Bytes returns the partition. It is valid until Close, except for bytes that Resize has removed.
 func (d *Device) Bytes() []byte {
 	n := d.size.Load()
 	return d.room[:n:n]
 }
 
-// Path is the path that was opened.
+// Path returns the path that was opened.
 func (d *Device) Path() string { return d.path }
 
-// Offset of the partition in the device, in bytes.
+// Offset returns the partition's offset in the device, in bytes.
 func (d *Device) Offset() int64 { return d.offset }
 
-// Size of the partition in bytes, a multiple of Align.
+// Size returns the partition's size in bytes, a multiple of Align.
 func (d *Device) Size() int64 { return d.size.Load() }
 
-// Align is what partitions of the device begin and end at multiples of, in bytes.
+// Align returns the alignment of partitions of the device, in bytes.
 func (d *Device) Align() int64 { return d.align }
 
-// NUMANode is the node that the device is attached to, NoNUMANode if the kernel does not know.
+// NUMANode returns the node that the device is attached to, or NoNUMANode if the kernel does not
+// know it.
 func (d *Device) NUMANode() int { return d.node }
 
-// Kind says what the device is.
+// Kind returns the kind of the device.
 func (d *Device) Kind() DeviceKind { return d.kind }
 
-// FD is the descriptor to hand to clients. It stays the device's own.
+// FD returns the descriptor to pass to clients. The device keeps ownership.
 func (d *Device) FD() int { return d.fd }
 
-// Direct says whether the bytes are the medium itself, so that a write-back of the
-// caches (see Persist) is all that makes them last.
+// Direct reports whether the bytes are the medium itself, so that a write-back of the caches (see
+// Persist) is enough to make them last.
 func (d *Device) Direct() bool { return d.kind != PlainFile }
 
-// Linked returns an error that wraps fs.ErrNotExist if the path of a regular file
-// no longer stands for the file that is open: somebody removed or replaced it.
-// The mapping goes on, but whoever opens the path finds nothing of it.
+// Linked returns an error that wraps fs.ErrNotExist if the path of a regular file no longer names
+// the open file, because it was removed or replaced. The mapping still works, but a later open of
+// the path does not find its content.
 func (d *Device) Linked() error {
 	if d.kind == DevDAX {
 		return nil
@@ -513,9 +508,9 @@ func (d *Device) Linked() error {
 	return nil
 }
 
-// Persist makes n bytes of the partition from off on, as they are now, last. On a
-// device, or a file on DAX, their cache lines are written back; the file under any
-// other mapping is synced. An error leaves it open what lasts.
+// Persist makes n bytes of the partition from off on last, as they are now. On a device or a file
+// on DAX it writes back their cache lines; other files are synced. After an error it is unknown
+// which bytes last.
 func (d *Device) Persist(off, n int64) error {
 	if n == 0 {
 		return nil
@@ -541,8 +536,8 @@ func (d *Device) Persist(off, n int64) error {
 	}
 }
 
-// Close unmaps and unlocks the partition. It is idempotent and returns its first
-// error. What is on the device stays.
+// Close unmaps and unlocks the partition. It is idempotent and returns its first error. The content
+// of the device stays.
 func (d *Device) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -564,8 +559,8 @@ func (d *Device) Close() error {
 	return d.closeErr
 }
 
-// Peek reads a few bytes of a device that may be another's, without a lock: what
-// it says may be torn, or outdated. SysFS is as in DeviceOptions.
+// Peek reads a few bytes of a device without a lock. The device may belong to another process, so
+// the bytes may be torn or outdated. SysFS is as in DeviceOptions.
 func Peek(path, sysFS string, off int64, p []byte) error {
 	if sysFS == "" {
 		sysFS = "/sys"

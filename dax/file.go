@@ -13,16 +13,15 @@ import (
 	"lookaside/internal/bytesize"
 )
 
-// createFile makes a fresh, fully allocated file of size bytes at path. It
-// returns a descriptor to map and to hand out, and another that holds the lock.
+// createFile makes a new, fully allocated file of size bytes at path. It returns a descriptor to
+// map and to pass on, and another that holds the lock.
 //
-// The owner of a file holds flock on it. A lock belongs to an open file, and a
-// client's mapping of a descriptor that it was handed keeps that open file
-// alive beyond our death; hence the lock has an open file of its own, which
-// never leaves this process. A file that nobody has locked is stale: it is
-// unlinked, not truncated, since truncating kills whoever still maps it. After
-// taking a lock, path is checked to still name what was locked, so that two
-// starters who race end with one owner and one ErrBusy.
+// The owner of a file holds flock on it. A lock belongs to an open file, and a client's mapping of
+// a received descriptor keeps that open file alive after our death. So the lock has an open file of
+// its own, which never leaves this process. A file that is not locked is stale. It is unlinked, not
+// truncated, because truncating kills the processes that still map it. After taking a lock,
+// createFile checks that path still names the locked file, so two concurrent starts end with one
+// owner and one ErrBusy.
 func createFile(h host, path string, size int64) (fd, lock int, err error) {
 	if path == "" {
 		return -1, -1, errors.New("no path given for the backing file")
@@ -66,13 +65,13 @@ func createFile(h host, path string, size int64) (fd, lock int, err error) {
 		return fd, lock, fmt.Errorf("%s: %w: a file on hugetlbfs; take kind %q instead", path,
 			ErrUnsupported, KindHugetlb)
 	}
-	if fs.Type == unix.TMPFS_MAGIC { // a file in memory is memory
+	if fs.Type == unix.TMPFS_MAGIC { // files on tmpfs are memory
 		if err := checkBudget(h, size, KindMemfd, regionReserve); err != nil {
 			return fd, lock, fmt.Errorf("%s: on tmpfs: %w", path, err)
 		}
 	}
-	// Room first: fallocate on a filesystem with too little takes all there
-	// is before it fails, to everyone's harm.
+	// Check the room first: fallocate on a filesystem with too little takes all there is before it
+	// fails, which harms every user of it.
 	if free := int64(fs.Bavail) * fs.Bsize; free < size {
 		return fd, lock, fmt.Errorf("%s: %w: need %s, free %s", path, ErrNoSpace, bytesize.Format(size),
 			bytesize.Format(free))
@@ -80,8 +79,8 @@ func createFile(h host, path string, size int64) (fd, lock int, err error) {
 	return fd, lock, allocate(path, fd, 0, size)
 }
 
-// allocate gives a range of the file all its blocks, so that no store into the
-// mapping can meet a full filesystem (which is SIGBUS).
+// allocate allocates all blocks of a range of the file, so that no store into the mapping can meet
+// a full filesystem (which is SIGBUS).
 func allocate(path string, fd int, off, size int64) error {
 	for {
 		err := unix.Fallocate(fd, 0, off, size)
@@ -102,8 +101,7 @@ func allocate(path string, fd int, off, size int64) error {
 	}
 }
 
-// unlinkStale removes the file at path if it is a regular file that nobody
-// holds.
+// unlinkStale removes the file at path if it is a regular file that no process has locked.
 func unlinkStale(h host, path string) error {
 	fd, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	switch {
@@ -131,7 +129,7 @@ func unlinkStale(h host, path string) error {
 	return nil
 }
 
-// lockFile takes the file's lock and makes sure that path still names it.
+// lockFile takes the file's lock and makes sure that path still names the file.
 func lockFile(h host, path string, fd int) error {
 	err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
 	if errors.Is(err, unix.EWOULDBLOCK) {
@@ -149,15 +147,14 @@ func lockFile(h host, path string, fd int) error {
 	return nil
 }
 
-// sameFile says whether path names the open file fd.
+// sameFile reports whether path names the open file fd.
 func sameFile(path string, fd int) bool {
 	var open, named unix.Stat_t
 	return unix.Fstat(fd, &open) == nil && unix.Lstat(path, &named) == nil &&
 		open.Dev == named.Dev && open.Ino == named.Ino
 }
 
-// removeIfSame unlinks path while it names the open file fd, whose lock the
-// caller holds.
+// removeIfSame unlinks path if it names the open file fd, whose lock the caller holds.
 func removeIfSame(path string, fd int) error {
 	if !sameFile(path, fd) {
 		return nil
@@ -165,8 +162,8 @@ func removeIfSame(path string, fd int) error {
 	return unix.Unlink(path)
 }
 
-// flockOwner is the process that holds a flock on the open file fd, 0 if
-// unknown: the kernel hides processes of other pid namespaces.
+// flockOwner returns the process that holds a flock on the open file fd, or 0 if unknown: the
+// kernel hides processes of other pid namespaces.
 func flockOwner(h host, fd int) int {
 	var st unix.Stat_t
 	if unix.Fstat(fd, &st) != nil {

@@ -9,11 +9,11 @@ import (
 	"unsafe"
 )
 
-// ErrFault: the memory behind a mapping is gone, such as a file that was
-// truncated, a poisoned page or a device that went away.
+// ErrFault means that the memory behind a mapping is gone: a file was truncated, a page is
+// poisoned, or a device went away.
 var ErrFault = errors.New("memory fault")
 
-// FaultError is the error of an access that faulted. It wraps [ErrFault].
+// FaultError describes an access that faulted. It wraps [ErrFault].
 type FaultError struct {
 	// Offset of the faulting address in the guarded slice Slice, in bytes.
 	Offset int64
@@ -27,12 +27,12 @@ func (e *FaultError) Error() string {
 
 func (e *FaultError) Unwrap() error { return ErrFault }
 
-// Guard calls fn and turns a fault (SIGBUS, SIGSEGV) at an address inside one
-// of mem into a [FaultError]; what fn did before the fault stays done. Every
-// other panic, and a fault anywhere else, goes on: it is a bug.
+// Guard calls fn and turns a fault (SIGBUS, SIGSEGV) at an address inside one of mem into a
+// [FaultError]. Effects of fn before the fault stay. Every other panic, and a fault anywhere else,
+// is passed on: it is a bug.
 //
-// It costs some tens of nanoseconds and covers the calling goroutine only. A
-// system call that is given such memory returns EFAULT by itself.
+// It costs some tens of nanoseconds and covers only the calling goroutine. A system call on such
+// memory returns EFAULT by itself.
 func Guard(fn func(), mem ...[]byte) (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() {

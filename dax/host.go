@@ -16,13 +16,13 @@ import (
 	"strings"
 )
 
-// host is where the kernel's text files are: "/" or, in tests, a directory
-// with a made-up /proc and /sys.
+// host is the root of the kernel's text files: "/" or, in tests, a directory with a made-up /proc
+// and /sys.
 type host struct{ root string }
 
 var systemHost = host{root: "/"}
 
-// maxHostFile bounds what is read of any such file; mountinfo is the largest.
+// maxHostFile bounds the bytes read of such a file; mountinfo is the largest.
 const maxHostFile = 4 << 20
 
 func (h host) read(name string) (string, error) {
@@ -35,7 +35,7 @@ func (h host) read(name string) (string, error) {
 	return string(b), err
 }
 
-// readInt reads a file of one number; "max" is MaxInt64.
+// readInt reads a file with one number; "max" is MaxInt64.
 func (h host) readInt(name string) (int64, error) {
 	s, err := h.read(name)
 	if err != nil {
@@ -78,8 +78,8 @@ type cgroup struct {
 	path    string // this process's group below mount; "/" is the mount itself
 }
 
-// cgroups finds the hierarchies that may limit the v1 controller or, under v2,
-// this process. Both may exist side by side. None is not an error.
+// cgroups returns the hierarchies that may limit the v1 controller or, under v2, this process. Both
+// may exist side by side. None is not an error.
 func (h host) cgroups(controller string) ([]cgroup, error) {
 	own, err := h.read("proc/self/cgroup")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -113,8 +113,8 @@ func (h host) cgroups(controller string) ([]cgroup, error) {
 	return out, nil
 }
 
-// cgroupMount finds where a hierarchy is mounted and which of its groups is the
-// root of that mount: inside a container often the container's own group.
+// cgroupMount finds where a hierarchy is mounted and which of its groups is the root of that mount.
+// Inside a container that is often the container's own group.
 func cgroupMount(mountinfo string, version int, controller string) (mount, root string, ok bool) {
 	for lines := bufio.NewScanner(strings.NewReader(mountinfo)); lines.Scan(); {
 		// "35 31 0:32 /root /mount options - cgroup source memory,rw"
@@ -134,9 +134,8 @@ func cgroupMount(mountinfo string, version int, controller string) (mount, root 
 	return mount, root, ok
 }
 
-// below is group as seen under a mount whose root is the group root. A group
-// outside the mount cannot be seen there: then the mount's own root is the
-// nearest that can.
+// below returns group as seen under a mount whose root is the group root. A group outside the mount
+// is not visible there; then the mount's own root is the nearest visible one.
 func below(root, group string) string {
 	group = path.Clean("/" + group)
 	if root == "/" {
@@ -157,7 +156,7 @@ func contains(list, item string) bool {
 	return false
 }
 
-// unescape undoes mountinfo's octal escapes of blanks and backslashes.
+// unescape resolves mountinfo's octal escapes of blanks and backslashes.
 func unescape(s string) string {
 	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(s)
 }

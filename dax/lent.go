@@ -10,18 +10,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What is lent of a device. Other processes may read a partition by leave of its owner. When that
-// dies they may read on for a while, and who opens the partition next must not write it meanwhile.
-// So whoever reads what was lent holds a lock for reading on the lender bytes of what it sees: byte
-// lentFrom + i stands for the device's byte i, far outside its data, where the owner's lock does
-// not reach. OpenDevice waits for these to be free.
+// Lent bytes of a device. Other processes may read a partition with its owner's permission. When
+// the owner dies they may read on for a while, and the next owner must not write the partition
+// during that time. So each reader holds a read lock on the lender bytes of the range that it
+// reads. Byte lentFrom + i stands for the device's byte i. These bytes are far outside the data,
+// where the owner's lock does not reach. OpenDevice waits until they are free.
 const lentFrom = 1 << 61
 
-// lentPatience is how long OpenDevice waits for those who read what the owner before had lent them.
+// lentPatience is how long OpenDevice waits for readers that the previous owner had lent to.
 const lentPatience = 3 * time.Second
 
-// LentError says that a partition cannot be opened yet: another process reads what the owner before
-// had lent it. It wraps [ErrBusy].
+// LentError means that a partition cannot be opened yet: another process still reads what the
+// previous owner had lent. It wraps [ErrBusy].
 type LentError struct {
 	Path                   string
 	OffsetBytes, SizeBytes int64 // of the partition
@@ -33,18 +33,18 @@ func (e *LentError) Error() string {
 
 func (e *LentError) Unwrap() error { return ErrBusy }
 
-// LentLock keeps bytes of a device from the next owner of their partition, until it is closed or
-// this process ends.
+// LentLock keeps bytes of a device from the next owner of their partition. It ends when it is
+// closed or when this process ends.
 type LentLock struct{ fd int }
 
-// LockLent takes the lock on n bytes from off on of what fd is open on, for somebody who is about
-// to read them by leave of their owner: take it first, and then ask for leave. fd may be read-only,
-// and stays the caller's. ErrBusy: somebody is just opening the partition.
+// LockLent locks n bytes from off on of the device behind fd, for a process that will read them
+// with their owner's permission. Take the lock first, then request the permission. fd may be
+// read-only; the caller keeps ownership. It returns ErrBusy if the partition is being opened.
 func LockLent(fd int, off, n int64) (*LentLock, error) {
 	if off < 0 || n <= 0 || off > lentFrom-n {
 		return nil, fmt.Errorf("lock %d bytes from %d on: out of range", n, off)
 	}
-	// An open file of its own: others have copies of fd.
+	// An open file of its own, because other processes have copies of fd.
 	own, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd),
 		unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 	if err != nil {
@@ -61,7 +61,7 @@ func LockLent(fd int, off, n int64) (*LentLock, error) {
 	return &LentLock{fd: own}, nil
 }
 
-// Close ends the lock. It is idempotent, and may be called by one goroutine at a time.
+// Close ends the lock. It is idempotent. Only one goroutine at a time may call it.
 func (l *LentLock) Close() error {
 	if l.fd < 0 {
 		return nil
@@ -71,23 +71,23 @@ func (l *LentLock) Close() error {
 	return unix.Close(fd)
 }
 
-// IsMemory says whether a descriptor is of memory that has no name, and that nobody but those who
-// were given it can ever have: a memfd.
+// IsMemory reports whether a descriptor is of unnamed memory that only processes with a copy of the
+// descriptor can reach: a memfd.
 func IsMemory(fd int) bool {
 	_, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	var st unix.Stat_t
 	return err == nil && unix.Fstat(fd, &st) == nil && st.Nlink == 0
 }
 
-// ReadOnly opens what a descriptor is open on anew, for reading only, where that can be had; it is
-// to be closed by the caller.
+// ReadOnly opens the file behind a descriptor again, for reading only, if that is possible. The
+// caller must close the result.
 func ReadOnly(fd int) (int, error) {
 	return unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd),
 		unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 }
 
-// awaitLent waits until nobody reads what was lent of some bytes of the device. These are locked
-// for us: nobody lends them meanwhile.
+// awaitLent waits until no process reads lent bytes of a range of the device. This process has
+// locked the range, so no new loan begins.
 func (d *Device) awaitLent(off, n int64) error {
 	if off > lentFrom-n {
 		return fmt.Errorf("%s: %w: a partition beyond byte %d", d.path, ErrDevice, int64(lentFrom))

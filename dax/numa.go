@@ -20,15 +20,15 @@ const NoNUMANode = -1
 
 const (
 	numaDir = "sys/devices/system/node"
-	// maxNUMANodes and maxCPUs bound what a list of numbers may name.
+	// maxNUMANodes and maxCPUs bound the numbers in a list.
 	maxNUMANodes = 1024
 	maxCPUs      = 8192
 )
 
-// NUMANode turns the setting arena.numa into Options.NUMANode, with the reason
-// in words for the log. "none" is no node. "auto" is the node that all CPUs of
-// this process belong to, or none if they span several or the host has but
-// one. A number is that node, which must have memory that this process may use.
+// NUMANode turns the setting arena.numa into Options.NUMANode, with the reason in words for the
+// log. "none" is no node. "auto" is the node that all CPUs of this process belong to, or none if
+// they span several or the host has only one. A number is that node, which must have memory that
+// this process may use.
 func NUMANode(setting string) (node int, reason string, err error) {
 	return numaNode(systemHost, setting)
 }
@@ -81,8 +81,7 @@ func nodeOfProcess(h host, pid string) (node int, reason string) {
 	return NoNUMANode, fmt.Sprintf("not bound: the CPUs of process %s span several nodes", pid)
 }
 
-// memoryNodes are the nodes that have memory and that this process's cpuset
-// allows.
+// memoryNodes returns the nodes that have memory and that this process's cpuset allows.
 func memoryNodes(h host) (map[int]bool, error) {
 	text, err := h.read(path.Join(numaDir, "has_memory"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -162,11 +161,10 @@ func listOf(nodes map[int]bool) string {
 	return strings.Join(names, ", ")
 }
 
-// bindNode asks for mem's pages to come from node. It is the preferred policy,
-// not the strict one: a strict arena on a node that page cache has filled gets
-// this process (or its worker) killed, where a preferred one is merely partly
-// remote. For a memfd the policy belongs to the memory, so that pages which a
-// client touches first follow it too.
+// bindNode requests that mem's pages come from node. It uses the preferred policy, not the strict
+// one. If page cache fills the node, a strict policy gets this process or its worker killed; with a
+// preferred one the arena is only partly remote. For a memfd the policy belongs to the memory, so
+// pages that a client touches first follow it too.
 func bindNode(mem []byte, node int) error {
 	if node >= maxNUMANodes {
 		return fmt.Errorf("NUMA node %d: too large", node)

@@ -11,14 +11,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// populateStep is how much of a mapping one MADV_POPULATE_WRITE covers: long
-// enough to make the system call's price vanish, short enough to share the
-// work evenly and to let a failure end it early.
+// populateStep is how much of a mapping one MADV_POPULATE_WRITE covers. It is large enough to make
+// the cost of the system call negligible, and small enough to divide the work evenly and to stop
+// early after a failure.
 const populateStep = 64 << 20
 
-// populate allocates every page of mem with threads system threads (0: one a
-// core that this process may use). A shortage is an error here where the first
-// touch would have been SIGBUS.
+// populate allocates every page of mem with the given number of system threads; 0 means one for
+// each core that this process may use. It returns an error for a shortage that would be SIGBUS at
+// the first touch.
 func populate(mem []byte, threads int) error {
 	if threads <= 0 {
 		threads = runtime.GOMAXPROCS(0)
@@ -36,7 +36,7 @@ func populate(mem []byte, threads int) error {
 					return
 				}
 				if err := populateWrite(mem[at:min(at+populateStep, len(mem))]); err != nil {
-					next.Store(int64(steps)) // nobody needs the rest
+					next.Store(int64(steps)) // the remaining steps are not needed
 					failed <- err
 					return
 				}
@@ -61,8 +61,8 @@ func populateWrite(mem []byte) error {
 		case errors.Is(err, unix.EINVAL): // before Linux 5.14
 			return touch(mem)
 		case errors.Is(err, unix.ENOMEM), errors.Is(err, unix.EFAULT):
-			// EFAULT is what SIGBUS would have been: a page that the
-			// pool, its cgroup or the filesystem does not give.
+			// EFAULT takes the place of SIGBUS: the pool, its cgroup or the filesystem does not
+			// provide a page.
 			return fmt.Errorf("%w: populating %d bytes: %w", ErrNoMemory, len(mem), err)
 		default:
 			return fmt.Errorf("populating %d bytes: %w", len(mem), err)
@@ -70,8 +70,8 @@ func populateWrite(mem []byte) error {
 	}
 }
 
-// touch populates without MADV_POPULATE_WRITE. The memory is still nobody
-// else's, so writing what was read changes nothing.
+// touch populates without MADV_POPULATE_WRITE. The memory is not shared yet, so writing back what
+// was read changes nothing.
 func touch(mem []byte) error {
 	err := Guard(func() {
 		for i := 0; i < len(mem); i += 4096 {

@@ -8,23 +8,20 @@
 //
 // # Trust
 //
-// A [Region] is mapped read-write by workers, so its bytes may change at any
-// moment and nothing in them may decide an offset, a length or a state. Its
-// memfd is sealed against shrinking and growing where it is born, so that a
-// client cannot make the sidecar fault by truncating it; punching holes stays
-// possible and yields zeros. A file has no seals: whoever can write it can
-// truncate it, and every access to one belongs inside [Guard]. A [Control]
-// region is written by the sidecar alone: F_SEAL_FUTURE_WRITE refuses any
-// later writable mapping, also through /proc/PID/fd.
+// A [Region] is mapped read-write by workers, so its bytes may change at any moment, and nothing in
+// them may decide an offset, a length or a state. Its memfd is sealed against shrinking and growing
+// when it is made, so a client cannot make the sidecar fault by truncating it. Punching holes stays
+// possible and yields zeros. A file has no seals: any process that can write it can truncate it, so
+// every access to one belongs inside [Guard]. A [Control] region is written by the sidecar alone:
+// F_SEAL_FUTURE_WRITE refuses any later writable mapping, also through /proc/PID/fd.
 //
 // # Page kinds
 //
-// The kind of page decides more than anything else how fast an arena is
-// populated, how fast a second process maps it and how well O_DIRECT reaches
-// it, by factors of three to two hundred; hence hugetlb, else transparent huge
-// pages, else 4 KiB ([Choose]). On a memfd, transparent huge pages come only
-// from mapping first, then MADV_HUGEPAGE, then touching: fallocate and
-// MAP_POPULATE have allocated 4 KiB pages by the time that the advice arrives.
+// The kind of page has the largest effect on how fast an arena is populated, how fast a second
+// process maps it, and how well O_DIRECT reaches it: factors of three to two hundred. So [Choose]
+// prefers hugetlb, then transparent huge pages, then 4 KiB. On a memfd, transparent huge pages
+// require this order: map, then MADV_HUGEPAGE, then touch. fallocate and MAP_POPULATE would
+// allocate 4 KiB pages before the advice.
 package dax
 
 import (
@@ -41,11 +38,11 @@ import (
 	"lookaside/internal/bytesize"
 )
 
-// Kind says what backs a region.
+// Kind is the kind of memory behind a region.
 type Kind string
 
 const (
-	// KindAuto is the best of hugetlb, THP and memfd that the host gives.
+	// KindAuto is the best of hugetlb, THP and memfd that the host provides.
 	KindAuto Kind = "auto"
 	// KindHugetlb is a memfd of 2 MiB pages from the pool vm.nr_hugepages.
 	KindHugetlb Kind = "hugetlb"
@@ -58,10 +55,10 @@ const (
 	KindFile Kind = "file"
 )
 
-// Kinds lists every kind that [ParseKind] takes.
+// Kinds lists every kind that [ParseKind] accepts.
 var Kinds = []Kind{KindAuto, KindHugetlb, KindTHP, KindMemfd, KindFile}
 
-// ParseKind checks a setting's value.
+// ParseKind returns the kind with the given name, or an error.
 func ParseKind(s string) (Kind, error) {
 	names := make([]string, len(Kinds))
 	for i, k := range Kinds {
@@ -73,66 +70,63 @@ func ParseKind(s string) (Kind, error) {
 	return "", fmt.Errorf("unknown memory kind %q: one of %s", s, strings.Join(names, ", "))
 }
 
-// Sentinels that errors of this package wrap. The errors carry the numbers.
+// These are the errors that this package wraps. The wrapping errors contain the numbers.
 var (
-	// ErrNoMemory: the host, its cgroup or its huge page pool has not enough.
+	// ErrNoMemory means that the host, its cgroup or its huge page pool has too little memory.
 	ErrNoMemory = errors.New("not enough memory")
-	// ErrTooLarge: the host or its cgroup would not have enough with all of it free. It wraps
-	// ErrNoMemory.
+	// ErrTooLarge means that the host or its cgroup would have too little even with all of it free.
+	// It wraps ErrNoMemory.
 	ErrTooLarge = fmt.Errorf("%w, even with all of it free", ErrNoMemory)
-	// ErrNoSpace: the filesystem has not enough room.
+	// ErrNoSpace means that the filesystem has too little room.
 	ErrNoSpace = errors.New("not enough space on the filesystem")
-	// ErrUnsupported: this host or filesystem cannot give that kind at all.
+	// ErrUnsupported means that this host or filesystem cannot provide the kind at all.
 	ErrUnsupported = errors.New("not supported here")
-	// ErrBusy: another process owns the file.
+	// ErrBusy means that another process owns the file.
 	ErrBusy = errors.New("in use")
 )
 
 // HugePageSize is the size of the pages of KindHugetlb and KindTHP, in bytes.
 const HugePageSize = 2 << 20
 
-// Options describe a region to create.
+// Options describes a region to create.
 type Options struct {
 	// Kind of memory; "" is KindAuto.
 	Kind Kind
 	// SizeBytes is rounded up to the kind's page size. It must be positive.
 	SizeBytes int64
-	// Path of the backing file, for KindFile only. Every region needs a path
-	// of its own. A stale file there is replaced, never truncated: whoever
-	// still maps it keeps the old bytes.
+	// Path of the backing file, for KindFile only. Every region needs a path of its own. A stale
+	// file there is replaced, never truncated: processes that still map it keep the old bytes.
 	Path string
-	// NUMANode that pages should come from; NoNUMANode (-1) for none. A
+	// NUMANode is the node that pages should come from; NoNUMANode (-1) for none. It is a
 	// preference, see bindNode.
 	NUMANode int
-	// Populate allocates every page before Create returns, which costs some
-	// 125 ms a GiB with huge pages and 400 ms with 4 KiB pages.
+	// Populate allocates every page before Create returns. That takes some 125 ms a GiB with huge
+	// pages and 400 ms with 4 KiB pages.
 	Populate bool
-	// Threads that populate; 0 means one a core that this process may use.
+	// Threads that populate; 0 means one for each core that this process may use.
 	Threads int
 }
 
-// Region is one mapping of fixed size, shared with the clients that are given
-// its descriptor. It never grows, moves or changes.
+// Region is one mapping of fixed size, shared with the clients that get its descriptor. It never
+// grows, moves or changes.
 //
-// All methods may be called from any goroutine. The bytes are valid until
-// Close; the owner must see to it that nobody uses them by then, which is why
-// no garbage-collector cleanup unmaps a forgotten region: slices of it do not
-// keep the Region alive.
+// Any goroutine may call its methods. The bytes are valid until Close. The owner must ensure that
+// they are not in use at Close. That is why no garbage-collector cleanup unmaps a forgotten region:
+// slices of it do not keep the Region alive.
 type Region struct {
 	kind     Kind
 	pageSize int64
 	fd       int
 	mem      []byte
-	path     string // KindFile: removed at Close while still ours
+	path     string // KindFile: removed at Close if it is still ours
 	lock     int    // KindFile: the descriptor that holds the lock, else -1
 	closing  sync.Once
 	closeErr error
 }
 
-// Create makes a region, after checking that the host can give it
-// ([CheckBudget]). With KindAuto it falls back to the next kind when the better
-// one turns out not to be had; Kind tells which it became. A failed Create
-// leaves nothing behind.
+// Create makes a region, after checking that the host can provide it ([CheckBudget]). With KindAuto
+// it falls back to the next kind if the better one is not available; Kind returns the result. A
+// failed Create leaves nothing behind.
 func Create(o Options) (*Region, error) {
 	switch o.Kind {
 	case "", KindAuto:
@@ -155,7 +149,7 @@ func Create(o Options) (*Region, error) {
 	}
 }
 
-// worse is the next kind to try when k cannot be had.
+// worse returns the next kind to try if k is not available.
 func worse(k Kind) Kind {
 	if k == KindHugetlb && choiceTHP(systemHost) == nil {
 		return KindTHP
@@ -194,15 +188,15 @@ func create(o Options) (r *Region, err error) {
 		unix.MAP_SHARED); err != nil {
 		return r, mapError(err, o.Kind, size)
 	}
-	// An arena is the tenants' data and as large as memory: keep it out of
-	// core dumps. Best effort, no kernel of ours refuses it.
+	// An arena has the tenants' data and is as large as memory, so keep it out of core dumps. Best
+	// effort; no kernel that we support refuses it.
 	_ = unix.Madvise(r.mem, unix.MADV_DONTDUMP)
 	switch o.Kind {
 	case KindTHP:
 		err = unix.Madvise(r.mem, unix.MADV_HUGEPAGE)
 	case KindMemfd:
-		// With shmem_enabled=always the kernel would give huge pages to
-		// what was asked to have none.
+		// With shmem_enabled=always the kernel would use huge pages for a region that must have
+		// none.
 		err = unix.Madvise(r.mem, unix.MADV_NOHUGEPAGE)
 		if errors.Is(err, unix.EINVAL) { // a kernel without THP
 			err = nil
@@ -224,24 +218,24 @@ func create(o Options) (r *Region, err error) {
 	return r, nil
 }
 
-// Bytes is the whole region. Any client may change it at any moment.
+// Bytes returns the whole region. Any client may change it at any moment.
 func (r *Region) Bytes() []byte { return r.mem }
 
-// Size in bytes, a multiple of PageSize.
+// Size returns the size in bytes, a multiple of PageSize.
 func (r *Region) Size() int64 { return int64(len(r.mem)) }
 
-// Kind that the region became; never KindAuto.
+// Kind returns the kind that the region became, never KindAuto.
 func (r *Region) Kind() Kind { return r.kind }
 
-// PageSize in bytes: what the region was asked to be made of.
+// PageSize returns the requested page size in bytes.
 func (r *Region) PageSize() int64 { return r.pageSize }
 
-// FD is the descriptor to hand to clients. It stays the region's own.
+// FD returns the descriptor to pass to clients. The region keeps ownership.
 func (r *Region) FD() int { return r.fd }
 
-// Close unmaps the region and closes its descriptor; clients that mapped it
-// keep their mapping. A region's file is removed: nothing in it outlives the
-// index. Close is idempotent and returns its first error.
+// Close unmaps the region and closes its descriptor. Clients that mapped it keep their mapping. A
+// region's file is removed, because its content is useless without the index. Close is idempotent
+// and returns its first error.
 func (r *Region) Close() error {
 	r.closing.Do(func() {
 		var errs []error
@@ -279,8 +273,7 @@ func roundUp(size, unit int64) (int64, error) {
 	return (size + unit - 1) / unit * unit, nil
 }
 
-// createMemfd makes a memfd of size bytes that can neither shrink nor grow,
-// nor be sealed further.
+// createMemfd makes a memfd of size bytes that can neither shrink nor grow, nor be sealed further.
 func createMemfd(name string, size int64, hugetlb bool) (int, error) {
 	fd, err := newMemfd(name, size, hugetlb)
 	if err != nil {
@@ -299,8 +292,8 @@ func newMemfd(name string, size int64, hugetlb bool) (int, error) {
 	if hugetlb {
 		flags |= unix.MFD_HUGETLB | unix.MFD_HUGE_2MB
 	}
-	// MFD_NOEXEC_SEAL (Linux 6.3) makes the memory unable to ever hold a
-	// program; before that the flag is invalid and the mode says so.
+	// MFD_NOEXEC_SEAL (Linux 6.3) makes sure that the memory can never hold a program. Older
+	// kernels refuse the flag; there the file mode forbids it.
 	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
 	if errors.Is(err, unix.EINVAL) {
 		fd, err = unix.MemfdCreate(name, flags)
@@ -326,15 +319,14 @@ func addSeals(fd, seals int) error {
 	return nil
 }
 
-// mapAligned maps size bytes of fd (or anonymous memory when fd is -1) at an
-// address that is a multiple of a huge page, without which none of its pages
-// could be mapped as one.
+// mapAligned maps size bytes of fd, or anonymous memory if fd is -1, at a multiple of a huge page.
+// Without that alignment none of its pages could be mapped as huge pages.
 func mapAligned(fd int, size int64, prot, flags int) ([]byte, error) {
 	return mapAlignedAt(fd, 0, size, HugePageSize, prot, flags)
 }
 
-// mapAlignedAt maps size bytes of fd from off on at an address that is a multiple
-// of align, which is a power of two and at least a page.
+// mapAlignedAt maps size bytes of fd from off on at an address that is a multiple of align, which
+// is a power of two and at least a page.
 func mapAlignedAt(fd int, off, size, align int64, prot, flags int) ([]byte, error) {
 	if size > math.MaxInt64-2*align {
 		return nil, fmt.Errorf("mmap of %d bytes: too large", size)
@@ -349,7 +341,7 @@ func mapAlignedAt(fd int, off, size, align int64, prot, flags int) ([]byte, erro
 	head := -uintptr(reserved) & (unit - 1)
 	at := unsafe.Add(reserved, head)
 	if _, err := unix.MmapPtr(fd, off, at, uintptr(size), prot, flags|unix.MAP_FIXED); err != nil {
-		// The whole reservation goes, whether or not MAP_FIXED cleared a part.
+		// Unmap the whole reservation, whether or not MAP_FIXED cleared a part.
 		_ = unix.MunmapPtr(reserved, length+unit)
 		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
 	}
@@ -372,7 +364,7 @@ func unmap(mem []byte) error {
 	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)))
 }
 
-// mapError says what an mmap that failed for want of memory means.
+// mapError explains an mmap that failed for lack of memory.
 func mapError(err error, kind Kind, size int64) error {
 	if !errors.Is(err, unix.ENOMEM) {
 		return err

@@ -13,14 +13,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Table is a slice of T outside the Go heap: private, zeroed, and paid for page
-// by page as it is first touched. The garbage collector neither scans nor
-// counts it, which is what lets an index of millions of entries cost nothing
-// per collection; hence T may hold no pointer of any kind.
+// Table is a slice of T outside the Go heap. It is private and zeroed, and takes memory page by
+// page at the first touch. The garbage collector neither scans nor counts it, so an index of
+// millions of entries costs nothing at a collection. Therefore T may hold no pointer of any kind.
 //
-// Close may be called once nobody uses the slice any more. A Table that is
-// dropped without Close leaks its memory until the process ends, as slices of
-// it do not keep it alive.
+// Close may be called once the slice is no longer used. A Table that is dropped without Close leaks
+// its memory until the process ends, because slices of it do not keep it alive.
 type Table[T any] struct {
 	slice   []T
 	mem     []byte
@@ -28,8 +26,8 @@ type Table[T any] struct {
 	err     error
 }
 
-// NewTable maps n entries. It fails when T has pointers, when n is not
-// positive or too large, and when address space runs out.
+// NewTable maps n entries. It returns an error if T has pointers, if n is not positive or too
+// large, or if address space runs out.
 func NewTable[T any](n int) (*Table[T], error) {
 	t := reflect.TypeFor[T]()
 	if path := pointerIn(t); path != "" {
@@ -50,16 +48,16 @@ func NewTable[T any](n int) (*Table[T], error) {
 		return nil, fmt.Errorf("table of %d entries of %v: %w", n, t, err)
 	}
 	if len(mem) >= HugePageSize {
-		// Random probes of a large table miss the TLB each time with 4 KiB
-		// pages. Best effort: without THP the table is merely slower.
+		// Random probes of a large table miss the TLB each time with 4 KiB pages. Best effort:
+		// without THP the table is only slower.
 		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE)
 	}
 	return &Table[T]{slice: unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(mem))), n), mem: mem},
 		nil
 }
 
-// AdviseHuge asks for huge pages under a large slice of the Go heap that is read at random places,
-// as NewTable does for a table: where each read misses the TLB it takes twice as long. Best effort.
+// AdviseHuge requests huge pages for a large slice of the Go heap that is read at random places, as
+// NewTable does for a table. Reads that miss the TLB take twice as long. Best effort.
 func AdviseHuge[T any](s []T) {
 	var t T
 	at := uintptr(unsafe.Pointer(unsafe.SliceData(s)))
@@ -72,10 +70,10 @@ func AdviseHuge[T any](s []T) {
 	_ = unix.Madvise(mem[skip:skip+(size-skip)&^(HugePageSize-1)], unix.MADV_HUGEPAGE)
 }
 
-// Slice is all entries. It is valid until Close.
+// Slice returns all entries. It is valid until Close.
 func (t *Table[T]) Slice() []T { return t.slice }
 
-// Close gives the memory back. It is idempotent and returns its first error.
+// Close frees the memory. It is idempotent and returns its first error.
 func (t *Table[T]) Close() error {
 	t.closing.Do(func() {
 		t.slice = nil
@@ -85,19 +83,19 @@ func (t *Table[T]) Close() error {
 	return t.err
 }
 
-// cutAlign is what tables that Cut makes are aligned to: a cache line.
+// cutAlign is the alignment of tables that Cut makes: a cache line.
 const cutAlign = 64
 
-// CutBytes is how many bytes Cut takes for n entries.
+// CutBytes returns how many bytes Cut takes for n entries.
 func CutBytes[T any](n int) int {
 	var t T
 	return (n*int(unsafe.Sizeof(t)) + cutAlign - 1) &^ (cutAlign - 1)
 }
 
-// Cut makes the beginning of some memory a slice of n entries, and returns what is left of the
-// memory. That must be zeroed, as long as CutBytes says, and its beginning a multiple of 64: the
-// memory of a Table[byte], or what an earlier Cut left. T may hold no pointer, as with NewTable.
-// The slice is valid as long as the memory is.
+// Cut makes the beginning of mem a slice of n entries and returns the rest of mem. mem must be
+// zeroed, have at least CutBytes bytes, and begin at a multiple of 64: it is the memory of a
+// Table[byte], or the rest from an earlier Cut. T may hold no pointer, as with NewTable. The slice
+// is valid as long as mem is.
 func Cut[T any](mem []byte, n int) (entries []T, left []byte) {
 	if path := pointerIn(reflect.TypeFor[T]()); path != "" {
 		panic(fmt.Sprintf("dax: a cut of %v: %s holds a pointer", reflect.TypeFor[T](), path))
@@ -109,8 +107,8 @@ func Cut[T any](mem []byte, n int) (entries []T, left []byte) {
 	return unsafe.Slice((*T)(at), n), mem[CutBytes[T](n):]
 }
 
-// Discard gives the pages that lie wholly in a part of a Table[byte] back to the kernel. They read
-// as zeros from then on. Best effort.
+// Discard frees the pages that lie completely in a part of a Table[byte]. They read as zeros
+// afterwards. Best effort.
 func Discard(mem []byte) {
 	at, page := uintptr(unsafe.Pointer(unsafe.SliceData(mem))), uintptr(os.Getpagesize())
 	skip := -at & (page - 1)
@@ -121,7 +119,7 @@ func Discard(mem []byte) {
 	}
 }
 
-// pointerIn is the path to the first pointer in t, "" if there is none.
+// pointerIn returns the path to the first pointer in t, or "" if there is none.
 func pointerIn(t reflect.Type) string {
 	switch t.Kind() {
 	case reflect.Array:

@@ -4,10 +4,10 @@ package dax
 
 import "unsafe"
 
-// The instructions that write a line back, from the best to the one that every
-// processor has: CLWB leaves the line in the cache, CLFLUSHOPT and CLFLUSH do not,
-// and CLFLUSH does one line at a time. See Intel's Software Developer's Manual,
-// volume 1, 11.4.6 and 12.11, and "Persistent Memory Programming" (Scargall, 2020), chapter 2.
+// These are the instructions that write a line back, from the best to the one that every processor
+// has. CLWB leaves the line in the cache; CLFLUSHOPT and CLFLUSH do not, and CLFLUSH handles one
+// line at a time. See Intel's Software Developer's Manual, volume 1, 11.4.6 and 12.11, and
+// "Persistent Memory Programming" (Scargall, 2020), chapter 2.
 const (
 	opCLFLUSH = iota
 	opCLFLUSHOPT
@@ -16,7 +16,7 @@ const (
 
 var writeBackOp = bestWriteBack(cpuid(7, 0))
 
-// bestWriteBack picks the instruction by leaf 7 of CPUID.
+// bestWriteBack returns the instruction for leaf 7 of CPUID.
 func bestWriteBack(_, ebx, _, _ uint32) int {
 	switch {
 	case ebx&(1<<24) != 0:
@@ -27,7 +27,7 @@ func bestWriteBack(_, ebx, _, _ uint32) int {
 	return opCLFLUSH
 }
 
-// canWriteBack says whether this processor can make stores to memory last.
+// canWriteBack returns nil: every amd64 processor can make stores to memory last.
 func canWriteBack() error { return nil }
 
 func writeBackLines(at unsafe.Pointer, lines int) {

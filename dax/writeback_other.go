@@ -8,7 +8,7 @@ import (
 	"unsafe"
 )
 
-// canWriteBack says whether this processor can make stores to memory last.
+// canWriteBack returns an error: this processor cannot make stores to memory last.
 func canWriteBack() error {
 	return fmt.Errorf("%w: DAX devices on %s: writing caches back is not implemented for it",
 		ErrUnsupported, runtime.GOARCH)

@@ -1,40 +1,37 @@
 //go:build linux
 
-// Package memcopy copies memory faster than the runtime's copy, and without
-// starving whoever shares the cores.
+// Package memcopy copies memory faster than the runtime's copy, and without slowing other users of
+// the cores.
 //
-// [Copy] walks four pages at once and stores past the caches. One core of the
-// machines that we measured moves 6.9 GB/s with Go's copy (or C's memcpy) from
-// 2 MiB up, 6.0 with non-temporal stores in a straight line, and 10 to 12 with
-// four interleaved pages: a core has few line buffers towards one DRAM page,
-// and four streams keep more of them busy, while a non-temporal store spares
-// the read of a line that is about to be overwritten. What was copied is then
-// not in the cache, which suits an arena: whoever reads it next is a device, a
-// disk or another process.
+// [Copy] walks four pages at once and stores past the caches. On the machines that we measured, one
+// core moves 6.9 GB/s with Go's copy (or C's memcpy) from 2 MiB up, 6.0 with non-temporal stores in
+// a straight line, and 10 to 12 with four interleaved pages. The reason is that a core has few line
+// buffers for one DRAM page; four streams keep more of them busy. A non-temporal store also avoids
+// the read of a line that will be overwritten. The copied bytes are not in the cache afterwards.
+// That suits an arena, because the next reader is a device, a disk or another process.
 //
-// [Pool] copies on threads of its own that give way to everything else.
+// [Pool] copies on threads of its own, which yield to all other work.
 package memcopy
 
 import "unsafe"
 
 const (
-	// PieceBytes is how much is copied in one go. Go cannot preempt assembly,
-	// so this bounds (to some 25 µs) how long a copy holds up a garbage
-	// collection, and how long a Pool keeps its core from a lookup.
+	// PieceBytes is how much is copied without a pause. Go cannot preempt assembly, so this bounds,
+	// to some 25 µs, how long a copy delays a garbage collection, and how long a Pool keeps its
+	// core from a lookup.
 	PieceBytes = 256 << 10
 
-	// groupBytes are copied by one turn of the kernel: four pages.
+	// groupBytes is what one turn of the kernel copies: four pages.
 	groupBytes = 4 * 4096
-	// minFast is where the kernel starts to win over copy.
+	// minFast is the size from which the kernel is faster than copy.
 	minFast = 2 * groupBytes
 	// lineBytes is the alignment that a non-temporal store needs.
 	lineBytes = 64
 )
 
-// Copy copies min(len(dst), len(src)) bytes and returns their number. The
-// slices may overlap in any way: like copy, it acts as if src was read whole
-// first. When it returns, the bytes are ordered before any later store of this
-// thread. It allocates nothing.
+// Copy copies min(len(dst), len(src)) bytes and returns their number. The slices may overlap in any
+// way: like copy, it works as if all of src was read first. The bytes are ordered before any store
+// of this thread after the return. It allocates nothing.
 func Copy(dst, src []byte) int {
 	n := min(len(dst), len(src))
 	if n < minFast || !fast || overlap(dst[:n], src[:n]) {
@@ -54,9 +51,9 @@ func Copy(dst, src []byte) int {
 	return n
 }
 
-// Streamed says which bytes of dst Copy stores past the caches when all of it is copied to, from
-// memory that does not overlap it: [from, to), and none where this processor cannot. What it stores
-// in the common way has to be written back to last on persistent memory.
+// Streamed returns the bytes [from, to) of dst that Copy stores past the caches, if all of dst is
+// copied to from memory that does not overlap it. The range is empty if this processor cannot do
+// that. On persistent memory, bytes outside the range must be written back to last.
 func Streamed(dst []byte) (from, to int) {
 	if len(dst) < minFast || !fast {
 		return 0, 0
@@ -65,7 +62,7 @@ func Streamed(dst []byte) (from, to int) {
 	return from, from + (len(dst)-from)/groupBytes*groupBytes
 }
 
-// overlap says whether a and b, of the same length, share a byte.
+// overlap reports whether a and b, of the same length, share a byte.
 func overlap(a, b []byte) bool {
 	x, y := uintptr(unsafe.Pointer(unsafe.SliceData(a))),
 		uintptr(unsafe.Pointer(unsafe.SliceData(b)))

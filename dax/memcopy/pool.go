@@ -15,41 +15,40 @@ import (
 	"lookaside/dax"
 )
 
-// ErrClosed: the pool was closed before the copy was done.
+// ErrClosed means that the pool was closed before the copy was done.
 var ErrClosed = errors.New("memcopy: pool closed")
 
-// poolNice is the priority of a pool's threads. Four goroutines that copy at
-// full speed push a lookup's p99.9 to 40–50 ms; with a Gosched between pieces
-// to 2–4 ms; on locked threads at this priority as well to 0.6 ms.
+// poolNice is the priority of a pool's threads. Four goroutines that copy at full speed raise a
+// lookup's p99.9 to 40–50 ms. With a Gosched between pieces it is 2–4 ms. On locked threads at this
+// priority it is 0.6 ms.
 const poolNice = 10
 
-// Job is one copy: min(len(Dst), len(Src)) bytes. The slices of one call's jobs
-// must not overlap each other where one is written.
+// Job is one copy: min(len(Dst), len(Src)) bytes. A Dst must not overlap any other slice of the
+// jobs of one call.
 type Job struct{ Dst, Src []byte }
 
-// Pool copies on a few system threads of low priority, in turns of PieceBytes
-// between which they yield, so that copies use what the cores have left. Any
-// goroutine may call its methods.
+// Pool copies on a few system threads of low priority, in turns of PieceBytes. Between turns they
+// yield, so copies use only idle processor time. Any goroutine may call its methods.
 //
-// Threads take turns from the queue themselves, under a mutex: a turn lasts some
-// 25 µs, and a channel hop between locked threads three times that.
+// Threads take turns from the queue themselves, under a mutex. A turn lasts some 25 µs, and a
+// channel hop between locked threads takes three times that.
 type Pool struct {
 	mu     sync.Mutex // guards the fields below and those of every batch
 	work   sync.Cond  // signalled when queue or closed changes
-	queue  []*batch   // those with pieces that nobody has taken, oldest first
+	queue  []*batch   // batches with pieces that no thread has taken, oldest first
 	closed bool
 	wg     sync.WaitGroup
 }
 
 // batch is one call of Do.
 type batch struct {
-	jobs    []Job // what nobody has taken yet; the first may be begun
-	copying int   // turns that a thread is at
-	err     error // the first
+	jobs    []Job // jobs not taken yet; the first may be partly taken
+	copying int   // turns in progress on threads
+	err     error // the first error
 	done    chan struct{}
 }
 
-// NewPool starts threads threads; 0 means one a core that this process may use.
+// NewPool starts the given number of threads; 0 means one for each core that this process may use.
 // Close ends them.
 func NewPool(threads int) *Pool {
 	if threads <= 0 {
@@ -64,11 +63,10 @@ func NewPool(threads int) *Pool {
 	return p
 }
 
-// Do copies all jobs and returns when they are done. At the context's end or
-// the pool's it stops early, with an error, having copied any part; it still
-// returns only when no thread touches the slices any more. A fault in the
-// memory of a job (a truncated file) is an error that wraps [dax.ErrFault]. A
-// job whose slices overlap is refused, before anything is copied.
+// Do copies all jobs and returns when they are done. It stops early with an error when ctx ends or
+// the pool closes; any part may have been copied by then. It never returns while a thread still
+// uses the slices. A fault in the memory of a job, as in a truncated file, is an error that wraps
+// [dax.ErrFault]. If the slices of a job overlap, Do returns an error before anything is copied.
 func (p *Pool) Do(ctx context.Context, jobs ...Job) error {
 	b := &batch{done: make(chan struct{})}
 	for _, j := range jobs {
@@ -102,8 +100,8 @@ func (p *Pool) Do(ctx context.Context, jobs ...Job) error {
 	return b.err
 }
 
-// Close stops the threads and waits for them. A copy that is not finished ends
-// with ErrClosed. It is idempotent.
+// Close stops the threads and waits for them. Unfinished copies end with ErrClosed. It is
+// idempotent.
 func (p *Pool) Close() {
 	p.mu.Lock()
 	p.closed = true
@@ -115,13 +113,13 @@ func (p *Pool) Close() {
 	p.wg.Wait()
 }
 
-// run is one thread.
+// run is the body of one thread.
 func (p *Pool) run() {
 	defer p.wg.Done()
-	// Never unlocked: priority cannot be raised again without privilege, so
-	// the thread ends with its goroutine.
+	// Never unlocked: raising the priority again needs privilege, so the thread ends with its
+	// goroutine.
 	runtime.LockOSThread()
-	// Best effort: a filter may forbid it, and the copies are right anyway.
+	// Best effort: a seccomp filter may forbid it, and copies work without it.
 	_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), poolNice)
 	y := NewYielder(1)
 	var turn []Job // reused
@@ -136,14 +134,14 @@ func (p *Pool) run() {
 				break
 			}
 		}
-		clear(turn) // keep nobody's memory alive
+		clear(turn) // do not keep callers' memory alive
 		p.finish(b, err)
 		y.Yield()
 	}
 }
 
-// take waits for something to copy and appends up to PieceBytes of it, all of
-// one batch, to turn. No batch means that the pool is closed.
+// take waits for work and appends up to PieceBytes of one batch to turn. A nil batch means that the
+// pool is closed.
 func (p *Pool) take(turn []Job) (*batch, []Job) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -170,7 +168,7 @@ func (p *Pool) take(turn []Job) (*batch, []Job) {
 	return b, turn
 }
 
-// finish accounts for a turn that was copied or faulted.
+// finish accounts for a turn that was copied or has faulted.
 func (p *Pool) finish(b *batch, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -187,8 +185,8 @@ func (p *Pool) finish(b *batch, err error) {
 	}
 }
 
-// stop ends a batch early: nobody takes more of it. The caller holds mu. A
-// batch that is not queued has been taken whole, and runs to its end.
+// stop ends a batch early: threads take no more of it. The caller holds mu. A batch that is not in
+// the queue has been taken completely, and runs to its end.
 func (p *Pool) stop(b *batch, err error) {
 	at := slices.Index(p.queue, b)
 	if at < 0 {

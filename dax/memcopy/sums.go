@@ -10,15 +10,14 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// The numbers of XXH3 (Yann Collet, the xxHash specification 0.2.0) for inputs of
-// more than 240 bytes. Its state is eight lanes of 64 bits, one register of
-// AVX-512: blocks of 1,024 bytes are taken in stripes of 64, each with the secret 8
-// bytes further on, and the state is scrambled after each block but the last, whose last stripe has
-// the secret from 121 on.
+// These are the numbers of XXH3 (Yann Collet, the xxHash specification 0.2.0) for inputs of more
+// than 240 bytes. Its state is eight lanes of 64 bits, one register of AVX-512. A block of 1,024
+// bytes is hashed in stripes of 64, each with the secret 8 bytes further on. The state is scrambled
+// after each block except the last. The last stripe of the last block has the secret from 121 on.
 const (
 	blockBytes  = 1024
 	secretBytes = 192
-	mergeSecret = 11 // where in it what merges the lanes begins
+	mergeSecret = 11 // offset in the secret for merging the lanes
 
 	prime32x1 = 0x9E3779B1
 	prime32x2 = 0x85EBCA77
@@ -40,37 +39,36 @@ var defaultSecret = [secretBytes / 8]uint64{
 	0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
 }
 
-// streams is how many pages are copied side by side, for the reason for which
-// Copy walks four pages of memory at once: here they are those that are hashed.
+// streams is how many pages are copied and hashed side by side. The reason is the same as for
+// Copy's four pages.
 const streams = 4
 
-// turnBlocks is how many blocks of each stream make PieceBytes.
+// turnBlocks is how many blocks of each stream make up PieceBytes.
 const turnBlocks = PieceBytes / streams / blockBytes
 
-// aside is how much is copied before it is hashed, where that is not done in one go:
-// it is in the core's cache then.
+// aside is how much is copied and then hashed where the kernel cannot do both at once. It is small
+// enough to be still in the core's cache.
 const aside = 128 << 10
 
-// states are the lanes and the secrets of some pages that are being hashed.
+// states holds the lanes and the secrets of the pages that are being hashed.
 type states struct {
 	lanes  [streams][8]uint64
 	secret [streams][secretBytes]byte
 }
 
-// CopySums copies len(sums) pages of pageBytes each, which follow on one another in
-// dst and in src, and computes the XXH3-64 of each, with its seed. The slices have
-// these many bytes and do not overlap. It calls yield, which may be nil, after
-// every PieceBytes.
+// CopySums copies len(sums) pages of pageBytes each and computes the XXH3-64 of each, with its
+// seed. The pages are contiguous in dst and in src. The slices have exactly these bytes and do not
+// overlap. It calls yield, which may be nil, after every PieceBytes.
 //
-// With AVX-512, pages of whole KiB are hashed as they are copied, four at a time,
-// and all stores go past the caches (SumsStreamed): the copy waits for memory, and
-// the arithmetic fits into that. Anything else is copied a little at a time and hashed behind it.
+// With AVX-512, pages of whole KiB are hashed while they are copied, four at a time, and all stores
+// bypass the caches (SumsStreamed). The copy waits for memory, and the arithmetic fits into that
+// time. Other pages are copied in small parts, and each part is hashed after its copy.
 func CopySums(dst, src []byte, pageBytes int, seeds, sums []uint64, yield func()) {
 	i := 0
 	if SumsStreamed(dst, pageBytes) {
 		var s states
 		for ; len(sums)-i >= streams; i += streams {
-			then := 0 // where the next pages begin, so that they are there when these end
+			then := 0 // offset of the next pages, prefetched so that they are ready when these end
 			if len(sums)-i >= 2*streams {
 				then = aheadBytes + (streams-1)*pageBytes
 			}
@@ -84,8 +82,8 @@ func CopySums(dst, src []byte, pageBytes int, seeds, sums []uint64, yield func()
 	}
 }
 
-// Sums computes the XXH3-64 of len(sums) pages of pageBytes each, which follow on one another in
-// src, with their seeds, where they lie. It calls yield, which may be nil, after every PieceBytes.
+// Sums computes the XXH3-64 of len(sums) pages of pageBytes each, with their seeds, without a copy.
+// The pages are contiguous in src. It calls yield, which may be nil, after every PieceBytes.
 func Sums(src []byte, pageBytes int, seeds, sums []uint64, yield func()) {
 	since := 0 // bytes since the last yield
 	for i := range sums {
@@ -111,8 +109,8 @@ func Sums(src []byte, pageBytes int, seeds, sums []uint64, yield func()) {
 	}
 }
 
-// SumsStreamed says whether CopySums stores past the caches what it copies to dst four
-// pages at a time.
+// SumsStreamed reports whether CopySums copies to dst in groups of four pages with stores past the
+// caches.
 func SumsStreamed(dst []byte, pageBytes int) bool {
 	return fast && pageBytes >= 2*blockBytes && pageBytes%blockBytes == 0 &&
 		uintptr(unsafe.Pointer(unsafe.SliceData(dst)))%lineBytes == 0
@@ -143,7 +141,7 @@ func copySum(dst, src []byte, seed uint64, sum *uint64, yield func()) {
 	*sum = h.Sum64()
 }
 
-// copySums does so for streams pages, by the kernel.
+// copySums does the work of CopySums for a group of streams pages, with the kernel.
 func copySums(dst, src []byte, pageBytes, then int, seeds, sums []uint64, s *states, yield func()) {
 	_, _ = dst[streams*pageBytes-1], src[streams*pageBytes-1]
 	for k := range streams {
@@ -166,7 +164,7 @@ func copySums(dst, src []byte, pageBytes, then int, seeds, sums []uint64, s *sta
 	}
 }
 
-// seedSecret derives the secret of a seed.
+// seedSecret derives the secret from a seed.
 func seedSecret(secret *[secretBytes]byte, seed uint64) {
 	le := binary.LittleEndian
 	for i := 0; i < len(defaultSecret); i += 2 {
@@ -175,7 +173,7 @@ func seedSecret(secret *[secretBytes]byte, seed uint64) {
 	}
 }
 
-// sum is the hash of a page whose blocks have all been taken in.
+// sum returns the hash of a page after all its blocks were hashed.
 func (s *states) sum(k, pageBytes int) uint64 {
 	le := binary.LittleEndian
 	lanes, secret := &s.lanes[k], s.secret[k][mergeSecret:]

@@ -7,17 +7,17 @@ import (
 	"runtime/metrics"
 )
 
-// Yielder gives the processor away between pieces of a copy, when somebody wants it. It is for one
-// goroutine at a time.
+// Yielder yields the processor between pieces of a copy if other goroutines wait. One goroutine at
+// a time may use it.
 //
-// Whoever goes on after a switch begins with cold streams: of copies that checksum, asking after
-// each piece cost up to a tenth of the speed, after every fourth a hundredth or two.
+// After a switch the streams begin cold. With copies that checksum, a check after each piece cost
+// up to a tenth of the speed, after every fourth piece one or two percent.
 //
-// A Gosched costs a third of a microsecond where nobody waits, and for a locked goroutine it is two
-// switches between system threads, 15 µs on an idle machine: most of a piece. Asking the runtime
-// whether any goroutine is waiting costs 60 ns, so the switch is paid when it helps. What the
-// runtime would only notice while scheduling (timers, sockets that became ready) gets its chance
-// every yieldTurns turns.
+// A Gosched costs a third of a microsecond if no goroutine waits. For a locked goroutine it is two
+// switches between system threads, 15 µs on an idle machine: most of the time of a piece. A check
+// whether any goroutine waits costs 60 ns, so the switch happens only when it helps. Events that
+// the runtime notices only while it schedules (timers, sockets that became ready) are served every
+// yieldTurns turns.
 type Yielder struct {
 	runnable [1]metrics.Sample
 	every    int // pieces
@@ -26,13 +26,13 @@ type Yielder struct {
 
 const yieldTurns = 16 // 4 MiB, some 400 µs
 
-// NewYielder makes a Yielder that asks after every so many pieces.
+// NewYielder returns a Yielder that checks after every given number of pieces.
 func NewYielder(every int) *Yielder {
 	return &Yielder{every: every,
 		runnable: [1]metrics.Sample{{Name: "/sched/goroutines/runnable:goroutines"}}}
 }
 
-// Yield is called after each piece.
+// Yield must be called after each piece.
 func (y *Yielder) Yield() {
 	y.turns++
 	if y.turns%y.every != 0 {
