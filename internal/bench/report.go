@@ -1,4 +1,4 @@
-// Package bench is the form in which every bench reports its figures.
+// Package bench has the form in which every bench reports its figures.
 package bench
 
 import (
@@ -28,7 +28,7 @@ type Case struct {
 	Spread *float64 `json:"spread"` // distance between the quartiles of the rounds' ratios
 }
 
-// NewReport returns the report of the bench with this name. It has no cases yet.
+// NewReport returns an empty report of the bench with this name.
 func NewReport(benchmark string) *Report {
 	return &Report{Benchmark: benchmark, Cases: []Case{}}
 }

@@ -1,4 +1,4 @@
-// Package freeport finds ports of this machine for servers of tests.
+// Package freeport finds free ports of this machine for test servers.
 package freeport
 
 import (
@@ -11,9 +11,9 @@ import (
 
 var next atomic.Uint32
 
-// Find is a TCP port on which nobody listens, and below those that the kernel gives to whoever asks
-// for any, so that nobody gets it while its server is down. A process finds each but once in ten
-// thousand calls. Safe for concurrent use.
+// Find returns a TCP port on which no process listens. It is below the ports that the kernel
+// assigns, so no other process gets it while its server is down. In one process a port repeats only
+// after ten thousand calls. Safe for concurrent use.
 func Find() (int, error) {
 	for range 1000 {
 		port := int(20000 + (next.Add(1)+uint32(os.Getpid())*37)%10000)

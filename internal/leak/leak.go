@@ -18,16 +18,16 @@ import (
 	"time"
 )
 
-// patience is how long what is left may take to go away by itself: a goroutine
-// that was told to end, a descriptor that the runtime closes behind us.
+// patience is how long leftovers may take to go away by themselves, such as a goroutine that is
+// ending or a descriptor that the runtime closes later.
 const patience = 30 * time.Second
 
 // memfdName marks the memory that package dax shares (see /proc/self/maps).
 const memfdName = "memfd:lookaside"
 
-// Main runs a package's tests, then looks for leaks: call it from TestMain. It
-// does not return. A leak turns a pass into a failure and is printed, each
-// goroutine with its stack. Fuzzing is let be: its engine keeps workers.
+// Main runs a package's tests, then looks for leaks. Call it from TestMain; it does not return. A
+// leak turns a pass into a failure and is printed, each goroutine with its stack. Fuzzing is not
+// checked, because its engine keeps workers.
 func Main(m *testing.M) {
 	flag.Parse()
 	before := Take()
@@ -41,17 +41,17 @@ func Main(m *testing.M) {
 	os.Exit(code)
 }
 
-// Snapshot is what a process holds at one moment.
+// Snapshot lists what a process holds at one moment.
 type Snapshot struct {
-	fds        map[string]int // what a descriptor is open on, and how often
+	fds        map[string]int // by what the descriptors are open on: their number
 	mappings   map[string]int
 	goroutines map[string]string // id → stack
 }
 
-// Take makes a snapshot.
+// Take returns a snapshot.
 func Take() Snapshot {
-	// The runtime opens its epoll descriptors with the first pipe or socket
-	// and keeps them: not a leak of whoever happens to be first.
+	// The runtime opens its epoll descriptors with the first pipe or socket and keeps them. Open
+	// them now, so that they do not count as a leak of the first user.
 	if r, w, err := os.Pipe(); err == nil {
 		r.Close()
 		w.Close()
@@ -59,19 +59,19 @@ func Take() Snapshot {
 	return Snapshot{fds: openFDs(), mappings: mappings(), goroutines: goroutines()}
 }
 
-// Wait compares with now until nothing is left that was not there before, or
-// until patience ends. It returns what is left, a description each.
+// Wait compares before with the present until nothing new is left or patience ends. It returns a
+// description of each leftover.
 func Wait(before Snapshot, patience time.Duration) []string {
 	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
 		left := since(before, Take())
 		if len(left) == 0 || time.Now().After(deadline) {
 			return left
 		}
-		runtime.GC() // finalizers close forgotten os.Files, as they would later
+		runtime.GC() // finalizers close forgotten os.Files, as they would later anyway
 	}
 }
 
-// Report prints what is left.
+// Report prints the leftovers.
 func Report(w io.Writer, left []string) {
 	fmt.Fprintf(w, "leak: %d left behind by the tests:\n", len(left))
 	for _, l := range left {
@@ -106,7 +106,7 @@ func openFDs() map[string]int {
 		panic(fmt.Sprintf("leak: %v", err)) // no /proc, no check
 	}
 	for _, e := range entries {
-		// The descriptor of this very listing is closed by now.
+		// The descriptor of this listing itself is closed by now.
 		if target, err := os.Readlink(filepath.Join(dir, e.Name())); err == nil {
 			out[fdName(e.Name(), target)]++
 		}
@@ -114,11 +114,11 @@ func openFDs() map[string]int {
 	return out
 }
 
-// fdName names a descriptor so that equal names are equally good: sockets and
-// pipes by their inode, the rest by what they are open on.
+// fdName returns a name for a descriptor. Equal names are interchangeable: sockets and pipes are
+// named by their inode, others by what they are open on.
 func fdName(fd, target string) string {
 	if strings.HasPrefix(target, "anon_inode:") {
-		return fd + " → " + target // only its number tells it from another
+		return fd + " → " + target // only its number distinguishes it
 	}
 	return target
 }
@@ -137,8 +137,8 @@ func mappings() map[string]int {
 	return out
 }
 
-// goroutines finds all but those of the runtime, of package testing and this
-// one's own.
+// goroutines returns all goroutines except those of the runtime, of package testing, and the
+// caller.
 func goroutines() map[string]string {
 	buf := make([]byte, 1<<16)
 	for {
@@ -154,7 +154,7 @@ func goroutines() map[string]string {
 		if i == 0 || ignored(stack) { // the first is the caller
 			continue
 		}
-		// "goroutine 12 [running]:\n…"; an id is never used again.
+		// "goroutine 12 [running]:\n…"; ids are never reused
 		id, _, _ := strings.Cut(stack, " [")
 		out[id] = strings.TrimSpace(stack)
 	}

@@ -1,6 +1,6 @@
-// Package prefixes is one engine with one prefix: a worker that stores it and checks every byte of
-// it, and a scheduler that looks it up, over a sidecar's sockets as vLLM does. Benches use it, and
-// tests of the sidecar. It imports nothing of the sidecar but its messages and their client.
+// Package prefixes runs one engine with one prefix over a sidecar's sockets as vLLM does: a worker
+// that stores the prefix and checks every byte of it, and a scheduler that looks it up. Benches and
+// tests of the sidecar use it. Of the sidecar it imports only the messages and their client.
 package prefixes
 
 import (
@@ -16,7 +16,7 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// Patience is how long a sidecar has for an answer, however busy the machine is.
+// Patience is how long a sidecar has for a reply, however busy the machine is.
 const Patience = time.Minute
 
 // DigestBytes is the size of the hash of a page.
@@ -41,14 +41,14 @@ func Digests(prefix, pages int) []byte {
 	return hashes
 }
 
-// Content writes what a page holds to p. It depends on the page's number and on nothing else.
+// Content writes the content of a page to p. It depends only on the page's number.
 func Content(page int, p []byte) {
 	var seed [32]byte
 	binary.LittleEndian.PutUint64(seed[:], uint64(page))
 	_, _ = rand.NewChaCha8(seed).Read(p) // never fails
 }
 
-// A Prefix is a prefix and the two sessions that store it and ask for it. One goroutine at a time
+// A Prefix is a prefix with the two sessions that store it and look it up. One goroutine at a time
 // may use it.
 type Prefix struct {
 	hashes []byte
@@ -59,8 +59,8 @@ type Prefix struct {
 	lookup    uint64 // the last lookup's id; 0 before the first
 }
 
-// Dial connects a worker and a scheduler to the sidecar that owns the endpoint dir. Their prefix is
-// the one with this number. Nothing is stored yet.
+// Dial connects a worker and a scheduler to the sidecar that owns the endpoint dir. number selects
+// their prefix. Nothing is stored yet.
 func Dial(dir string, shape Shape, number, pages int) (_ *Prefix, err error) {
 	p := &Prefix{hashes: Digests(number, pages)}
 	defer func() {
@@ -108,11 +108,11 @@ func (p *Prefix) Words() []string {
 	return words
 }
 
-// Store writes the prefix into the arena. It returns once all of it is committed.
+// Store writes the prefix into the arena. It returns after all of it is committed.
 func (p *Prefix) Store() error { return p.worker.Store(p.hashes, Content) }
 
-// Lookup asks for the whole prefix and returns how long the answer took. It fails unless every page
-// hits. What the lookup before it leased is freed first.
+// Lookup looks the whole prefix up and returns how long that took. It returns an error unless every
+// page hits. It first frees the leases of the lookup before.
 func (p *Prefix) Lookup() (time.Duration, error) {
 	if err := p.Cancel(); err != nil {
 		return 0, err
@@ -129,7 +129,7 @@ func (p *Prefix) Lookup() (time.Duration, error) {
 	return took, err
 }
 
-// Cancel frees what the last lookup leased. It has no effect if nothing is leased.
+// Cancel frees the leases of the last lookup. It has no effect if there are none.
 func (p *Prefix) Cancel() error {
 	if p.lookup == 0 {
 		return nil
@@ -138,7 +138,7 @@ func (p *Prefix) Cancel() error {
 		Secret: p.scheduler.Welcome.Secret, Lookup: p.lookup}).Append(nil))
 }
 
-// Verify loads what the last lookup found, compares every byte and releases it.
+// Verify loads the hits of the last lookup, compares every byte and releases the leases.
 func (p *Prefix) Verify() error {
 	shape, session := p.worker.shape, p.worker.session
 	names := wire.NamesOf(p.hashes, DigestBytes, 0, shape.PagesPerChunk)

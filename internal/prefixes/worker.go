@@ -13,7 +13,7 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// A Shape is the form of the pages that an engine stores.
+// A Shape describes the pages that an engine stores.
 type Shape struct {
 	PageBytes     int64
 	PagesPerChunk int
@@ -25,7 +25,7 @@ const EngineID = "bench"
 // PageTokens is how many tokens a page holds.
 const PageTokens = 16
 
-// hello is a worker's first message; a scheduler's has another role and no page size.
+// hello returns a worker's first message. A scheduler's has another role and no page size.
 func (s Shape) hello() wire.Hello {
 	return wire.Hello{
 		Role: wire.RoleWorker, EngineID: EngineID, PageTokens: PageTokens,
@@ -34,15 +34,15 @@ func (s Shape) hello() wire.Hello {
 	}
 }
 
-// A Worker is an engine's worker: a session, and the sidecar's regions mapped as vLLM's worker maps
-// them. One goroutine at a time may use it.
+// A Worker is an engine's worker: a session, and the sidecar's regions, mapped as vLLM's worker
+// maps them. One goroutine at a time may use it.
 type Worker struct {
 	shape   Shape
 	session *client.Session
-	answers chan []byte // to requests; closed when the session has ended
-	ended   error       // why it has; only read once answers is closed
+	answers chan []byte // replies to requests; closed when the session has ended
+	ended   error       // why the session ended; read only after answers is closed
 
-	mu      sync.RWMutex // held for reading while the bytes of a region are used
+	mu      sync.RWMutex // read-held while the bytes of a region are used
 	regions map[uint32]*dax.Attached
 }
 
@@ -74,8 +74,8 @@ func (w *Worker) Close() error {
 	return err
 }
 
-// receive maps and unmaps regions as the sidecar says, and passes all other messages on, until the
-// session ends.
+// receive maps and unmaps regions at the sidecar's request, and passes all other messages on, until
+// the session ends.
 func (w *Worker) receive() {
 	defer close(w.answers)
 	for {
@@ -100,7 +100,7 @@ func (w *Worker) receive() {
 	}
 }
 
-// attach maps the region of a RegionAdded; one of another sidecar to read only.
+// attach maps the region of a RegionAdded. It maps another sidecar's region read-only.
 func (w *Worker) attach(m []byte, files []*os.File) error {
 	var added wire.RegionAdded
 	if err := added.Decode(m, &wire.DefaultLimits); err != nil {
@@ -126,7 +126,7 @@ func (w *Worker) attach(m []byte, files []*os.File) error {
 	return w.session.Send(&wire.RegionMapped{Region: added.Region})
 }
 
-// detach unmaps the region of a RegionRemoved once nobody uses its bytes.
+// detach unmaps the region of a RegionRemoved once its bytes are not in use.
 func (w *Worker) detach(m []byte) error {
 	var removed wire.RegionRemoved
 	if err := removed.Decode(m, &wire.DefaultLimits); err != nil {
@@ -166,7 +166,7 @@ func (w *Worker) each(extents []wire.Extent, do func(page int, p []byte) error) 
 	return nil
 }
 
-// call sends a request and waits for its answer.
+// call sends a request and waits for its reply.
 func (w *Worker) call(request, reply wire.Message) error {
 	if err := w.session.Send(request); err != nil {
 		return err
@@ -189,17 +189,17 @@ func (w *Worker) call(request, reply wire.Message) error {
 	}
 }
 
-// sync returns when the sidecar has handled all that the worker has sent.
+// sync returns after the sidecar has handled everything that the worker has sent.
 func (w *Worker) sync() error {
 	return w.call(&wire.Ping{ID: w.session.NextID()}, new(wire.Pong))
 }
 
-// maxStorePages bounds a store: the sidecar limits how much of the arena may be in flight.
+// maxStorePages bounds a store, because the sidecar limits how much of the arena may be in flight.
 const maxStorePages = 1024
 
-// Store stores the pages of a whole prefix, given by their hashes. It returns once all of them are
-// committed, and fails if one found no room or is held already. fill writes the content of a page;
-// if nil, the pages keep what their slots held before.
+// Store stores the pages of a whole prefix, given by their hashes. It returns after all of them are
+// committed. It returns an error if a page found no room or is held already. fill writes the
+// content of a page; if it is nil, the pages keep the earlier bytes of their slots.
 func (w *Worker) Store(hashes []byte, fill func(page int, p []byte)) error {
 	pages := len(hashes) / DigestBytes
 	step := min(wire.MaxStorePages(DigestBytes), maxStorePages) /

@@ -9,14 +9,14 @@ import (
 	"lookaside/tiers/policy"
 )
 
-// Plan is what to simulate: each policy on each trace at each capacity.
+// Plan describes a simulation: each policy on each trace at each capacity.
 type Plan struct {
 	Traces     []*Trace
 	Policies   []string
 	Capacities []int // blocks
 	Seed       uint64
-	// Progress, if not nil, is told now and then which part of the work is done, from 0 to 1, from
-	// any goroutine.
+	// Progress, if not nil, is called now and then with the part of the work that is done, from 0
+	// to 1. Any goroutine may call it.
 	Progress func(done float64)
 }
 

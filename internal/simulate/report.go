@@ -5,13 +5,13 @@ import (
 	"strconv"
 )
 
-// A Report is the results of a plan as `lookaside simulate --format json` prints them.
+// A Report holds the results of a plan as `lookaside simulate --format json` prints them.
 type Report struct {
 	Traces  []TraceReport `json:"traces"`
 	Results []Outcome     `json:"results"` // by trace, then policy, then capacity
 }
 
-// A TraceReport says what a trace is.
+// A TraceReport describes a trace.
 type TraceReport struct {
 	Name     string  `json:"name"`
 	Requests int     `json:"requests"`
@@ -26,7 +26,7 @@ type Outcome struct {
 	Ratio float64 `json:"hit_ratio"`
 }
 
-// NewReport reports the results of a plan.
+// NewReport returns the report of a plan's results.
 func NewReport(plan Plan, results []Result) Report {
 	var report Report
 	for _, t := range plan.Traces {
@@ -40,7 +40,7 @@ func NewReport(plan Plan, results []Result) Report {
 	return report
 }
 
-// FormatBlocks writes a number of blocks as capacities are written: 500, 10k, 2.5k, 1m.
+// FormatBlocks returns a number of blocks in the form of capacities: 500, 10k, 2.5k, 1m.
 func FormatBlocks(n int) string {
 	for _, unit := range []struct {
 		size int

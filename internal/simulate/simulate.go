@@ -1,6 +1,6 @@
-// Package simulate replays the requests of a trace through the eviction policies of package policy,
-// to see which keeps most of what is asked for again. It keeps names only: an engine's books
-// without an engine.
+// Package simulate replays the requests of a trace through the eviction policies of package policy.
+// The result shows which policy keeps most of what is requested again. It keeps only names: the
+// books of an engine without an engine.
 package simulate
 
 import (
@@ -10,27 +10,27 @@ import (
 	"lookaside/tiers/policy"
 )
 
-// Result is what one policy made of one trace at one capacity.
+// Result is the result of one policy on one trace at one capacity.
 type Result struct {
 	Trace    string `json:"trace"`
 	Policy   string `json:"policy"`
 	Capacity int    `json:"capacity"` // blocks
 	Requests int    `json:"requests"`
-	Blocks   int    `json:"blocks"` // asked for
-	Hits     int    `json:"hits"`   // of those, in the prefix that was held when its request came
+	Blocks   int    `json:"blocks"` // requested
+	Hits     int    `json:"hits"`   // in the prefix that was held when the request came
 	Evicted  int    `json:"evicted"`
 }
 
-// Ratio is the part of the blocks that hit.
+// Ratio returns the part of the blocks that hit.
 func (r Result) Ratio() float64 { return float64(r.Hits) / float64(max(r.Blocks, 1)) }
 
-// every is how many requests a run goes on before it looks whether it should end, and reports.
+// every is how many requests a run handles before it checks ctx and reports progress.
 const every = 1024
 
-// Run replays a trace. A request first hits the longest prefix of its blocks that is held, then
-// stores the rest, evicting where there is no room; what it hits and stores is leased until it is
-// done. A request that is larger than the cache keeps what there is room for. progress, if not nil,
-// is told now and then how many requests were replayed since it was told last.
+// Run replays a trace. A request first hits the longest held prefix of its blocks, then stores the
+// rest and evicts where there is no room. Its blocks are leased until it is done. A request that is
+// larger than the cache keeps what fits. progress, if not nil, is called now and then with the
+// number of requests replayed since its last call.
 func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int,
 	progress func(requests int)) (Result, error) {
 	if capacity <= 0 || capacity > policy.SlotMask {
@@ -60,19 +60,19 @@ func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int,
 	return res, nil
 }
 
-// store is what an engine is to a policy: which blocks are resident, what continues what, what is
-// leased.
+// store is the engine that a policy sees: which blocks are resident, which block continues which,
+// and what is leased.
 type store struct {
 	t       *Trace
 	p       policy.Policy
-	at      []uint32 // by block: the ref of its slot, 0 if it is not resident
+	at      []uint32 // by block: the ref of its slot, 0 if not resident
 	slots   []resident
 	free    []uint32
 	evicted int
-	due     int // blocks that the policy did not work for yet
+	due     int // blocks since the policy's last Work
 }
 
-// workSteps is how much a policy does at a time, and after how many blocks, as in the engine.
+// workSteps is the size of one Work, and the number of blocks between two, as in the engine.
 const workSteps = 32
 
 type resident struct {
@@ -91,15 +91,15 @@ func newStore(t *Trace, p policy.Policy, capacity int) *store {
 	return s
 }
 
-// region is the number of the one region.
+// region is the number of the only region.
 const region = 1
 
 func (s *store) slot(ref uint32) *resident { return &s.slots[ref&policy.SlotMask] }
 
-// key names a block to a policy. 0 names none.
+// key returns a policy's key for a block. It is never 0.
 func key(block uint32) uint64 { return (uint64(block) + 1) * 0x9E3779B97F4A7C15 }
 
-// request replays one request and answers the blocks that hit.
+// request replays one request and returns the blocks that hit.
 func (s *store) request(blocks []uint32) (hits int) {
 	for _, b := range blocks {
 		at := s.at[b]
@@ -142,7 +142,7 @@ func (s *store) request(blocks []uint32) (hits int) {
 	return hits
 }
 
-// room is a free slot, evicting if there is none.
+// room returns a free slot. If there is none, it evicts.
 func (s *store) room() (slot uint32, ok bool) {
 	if n := len(s.free); n > 0 {
 		slot = s.free[n-1]

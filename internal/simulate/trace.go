@@ -13,8 +13,8 @@ import (
 // MaxLine bounds a line of a trace, in bytes: a request of a million blocks.
 const MaxLine = 16 << 20
 
-// MaxBlocks bounds the blocks of all requests of a trace: what is read is kept in memory, 4 bytes
-// each, and the distinct ones take some 60 more.
+// MaxBlocks bounds the blocks of all requests of a trace. They are kept in memory at 4 bytes each,
+// and each distinct one takes some 60 more.
 const MaxBlocks = 1 << 28
 
 // Trace is a sequence of requests, each a path in the tree of prefixes. Blocks are numbered from 0
@@ -26,13 +26,13 @@ type Trace struct {
 	ends   []int    // by request: where its blocks end
 }
 
-// Requests is the number of requests.
+// Requests returns the number of requests.
 func (t *Trace) Requests() int { return len(t.ends) }
 
-// Blocks is the number of blocks of all requests, and of the distinct ones among them.
+// Blocks returns the number of blocks of all requests, and the number of distinct ones.
 func (t *Trace) Blocks() (all, distinct int) { return len(t.blocks), len(t.parent) }
 
-// Ceiling is the hit ratio of a cache that never evicts.
+// Ceiling returns the hit ratio of a cache that never evicts.
 func (t *Trace) Ceiling() float64 {
 	if len(t.blocks) == 0 {
 		return 0
@@ -40,7 +40,7 @@ func (t *Trace) Ceiling() float64 {
 	return float64(len(t.blocks)-len(t.parent)) / float64(len(t.blocks))
 }
 
-// request is the blocks of a request.
+// request returns the blocks of a request.
 func (t *Trace) request(i int) []uint32 {
 	from := 0
 	if i > 0 {
@@ -65,8 +65,8 @@ func NewBuilder(name string) *Builder {
 	return &Builder{t: Trace{Name: name}, tree: map[edge]uint32{}}
 }
 
-// Add appends a request for the blocks of the given ids, first to last. A block is its id and all
-// before it, so ids need not be cumulative.
+// Add appends a request for the blocks with the given ids, first to last. A block is identified by
+// its id and all ids before it, so ids need not be cumulative.
 func (b *Builder) Add(ids []uint64) error {
 	if len(b.t.blocks)+len(ids) > MaxBlocks {
 		return fmt.Errorf("more than %d blocks", MaxBlocks)
@@ -87,7 +87,7 @@ func (b *Builder) Add(ids []uint64) error {
 	return nil
 }
 
-// Trace is what was added. The builder must not be used any more.
+// Trace returns the trace. The builder must not be used any more.
 func (b *Builder) Trace() *Trace { return &b.t }
 
 // Read reads a trace of JSON objects, one a line, each with hash_ids, a list of whole numbers from
@@ -131,7 +131,7 @@ func Read(name string, r io.Reader) (*Trace, error) {
 	return b.Trace(), nil
 }
 
-// plain says what is wrong with a line in the words of a trace rather than of Go's types.
+// plain describes what is wrong with a line in terms of a trace, not of Go's types.
 func plain(err error) string {
 	var wrong *json.UnmarshalTypeError
 	if errors.As(err, &wrong) {

@@ -23,50 +23,50 @@ import (
 // An attack is one kind of misuse of a sidecar by processes and servers that it must not trust.
 type attack struct {
 	name string
-	does string // what it does, for --list
-	// args are added to those that every attacked sidecar is started with. May be nil.
+	does string // description for --list
+	// args returns arguments beyond those of every attacked sidecar. It may be nil.
 	args func(s *siege) ([]string, error)
-	// run attacks until ctx ends. What the sidecar answers is its business; an error is a fault of
+	// run attacks until ctx ends. It does not judge the sidecar's replies; an error is a fault of
 	// the attack itself.
 	run func(ctx context.Context, s *siege) error
-	// after looks at what is left of the attack once it is over. May be nil.
+	// after checks what is left of the attack at its end. It may be nil.
 	after func(s *siege)
 
-	memory    int64 // bytes of a memory cgroup, where one can be made; 0: none
+	memory    int64 // bytes of a memory cgroup, if one can be made; 0: none
 	arena     string
 	files     int   // limit of open files; 0: fileLimit
-	anonBytes int64 // by how much the sidecar's own memory may grow; 0: anonLimit
-	// lookups of others may be lost with the connections that are cut off: misses after their
-	// deadline
+	anonBytes int64 // how much the sidecar's own memory may grow; 0: anonLimit
+	// loses allows the loss of other clients' lookups with connections that are cut off. Such
+	// lookups are misses after their deadline.
 	loses    bool
 	ownEnd   bool          // the attack ends the sidecar by itself
-	noVictim bool          // nobody else is connected
+	noVictim bool          // no other client is connected
 	patience time.Duration // of the victim's slowest lookup; 0: lookupLimit
 }
 
-// What an attacked sidecar may come to. The bounds are wide: a machine that is busy with the attack
-// is slow by itself.
+// These bound an attacked sidecar. They are wide, because a machine that is busy with the attack is
+// slow by itself.
 const (
 	fileLimit = 1024
-	// without a control group Go collects at some nine times the 12 MiB that it keeps
+	// Without a control group Go collects at some nine times the 12 MiB that it keeps.
 	anonLimit = 128 << 20
-	// of what libzmq holds of lookups' messages: the sidecar's own limit of it, and what comes
-	// between two looks
+	// socketLimit is for lookup messages in libzmq: the sidecar's own limit, and what arrives
+	// between two checks of it.
 	socketLimit = 384 << 20
-	logLimit    = 128 << 10 // bytes that one attack may have logged
+	logLimit    = 128 << 10 // bytes that one attack may cause in the log
 	lookupLimit = time.Second
-	idleLimit   = 0.2 // of one core, once the attack is over and nobody asks for anything
-	leftLimit   = 16  // file descriptors and goroutines that may be left of an attack
+	idleLimit   = 0.2 // of one core, after the attack, without any request
+	leftLimit   = 16  // file descriptors and goroutines that may be left by an attack
 )
 
-// A sample is what is read of the sidecar's process.
+// A sample is one reading of the sidecar's process.
 type sample struct {
-	AnonBytes  int64 `json:"anon_bytes"` // memory that is its own, not the arena
+	AnonBytes  int64 `json:"anon_bytes"` // the sidecar's own memory, without the arena
 	Files      int   `json:"files"`
-	Goroutines int   `json:"goroutines"` // 0 in samples during an attack: asking is a request
+	Goroutines int   `json:"goroutines"` // 0 in samples during an attack: reading it takes a request
 }
 
-// outcome is what the suite prints of one attack.
+// outcome is the suite's output for one attack.
 type outcome struct {
 	Attack    string   `json:"attack"`
 	Seconds   float64  `json:"seconds"`
@@ -80,10 +80,10 @@ type outcome struct {
 	P50Ms     float64  `json:"p50_ms"`
 	P99Ms     float64  `json:"p99_ms"`
 	MaxMs     float64  `json:"max_ms"`
-	SelfMs    float64  `json:"self_waited_ms"` // the longest that the victim did not run at all
+	SelfMs    float64  `json:"self_waited_ms"` // longest time that the victim did not run
 	Late      int      `json:"late"`
 	Health    int      `json:"health"`        // probes of /healthz during the attack
-	HealthBad int      `json:"health_failed"` // of them, without an answer
+	HealthBad int      `json:"health_failed"` // probes without a reply
 	Notes     []string `json:"notes"`
 	Problems  []string `json:"problems"`
 }
@@ -95,7 +95,7 @@ type siege struct {
 	sidecar *process
 	victim  *process
 	cgroup  string
-	mounted string // a file system of the attack's own
+	mounted string // the attack's own file system
 
 	eventPorts [2]int // of the publisher, and of the replays
 
@@ -106,7 +106,7 @@ type siege struct {
 	hits      int
 }
 
-// endpoint is the runtime directory of the sidecar under attack.
+// endpoint returns the runtime directory of the sidecar under attack.
 func (s *siege) endpoint() string { return filepath.Join(s.dir, "run") }
 
 func (s *siege) note(format string, args ...any) {
@@ -184,7 +184,7 @@ func attackMain(args []string) error {
 	return ctx.Err()
 }
 
-// besiege runs one attack on a sidecar of its own, watched from outside.
+// besiege runs one attack on a sidecar of its own, observed from outside.
 func besiege(ctx context.Context, a *attack, bin string, each time.Duration) outcome {
 	dir, err := os.MkdirTemp("", "atk")
 	if err != nil {
@@ -308,7 +308,7 @@ func (s *siege) serveArgs() ([]string, error) {
 	return append(args, more...), err
 }
 
-// startVictim starts the victim, and returns when its prefixes hit.
+// startVictim starts the victim and returns when its prefixes hit.
 func (s *siege) startVictim(ctx context.Context) error {
 	self, err := os.Executable()
 	if err != nil {
@@ -366,7 +366,7 @@ func (s *siege) startVictim(ctx context.Context) error {
 	}
 }
 
-// endChild has a child that reads its standard input end by it.
+// endChild ends a child by closing its standard input.
 func (s *siege) endChild(p *process) {
 	if p == nil {
 		return
@@ -376,7 +376,8 @@ func (s *siege) endChild(p *process) {
 	s.end(p, syscall.SIGCONT, time.Minute)
 }
 
-// look reads what the sidecar has taken. Its goroutines are asked for over HTTP.
+// look samples the sidecar's process. goroutines adds their number, which takes a request over
+// HTTP.
 func (s *siege) look(goroutines bool) (sample, error) {
 	pid := s.sidecar.cmd.Process.Pid
 	var r sample
@@ -451,7 +452,7 @@ func (s *siege) watch(ctx context.Context) {
 	}
 }
 
-// probe asks for /healthz as a supervisor does: by a connection of its own each time.
+// probe requests /healthz as a supervisor does: with a new connection each time.
 func (s *siege) probe(ctx context.Context) {
 	probes := &http.Client{Timeout: 2 * time.Second,
 		Transport: &http.Transport{DisableKeepAlives: true}}
@@ -487,8 +488,8 @@ func (s *siege) logBytes() int64 {
 	return info.Size()
 }
 
-// settle waits until what the attack took is free again, and measures what the sidecar does when
-// nobody asks.
+// settle waits until the resources of the attack are free again, and measures what the sidecar does
+// without requests.
 func (s *siege) settle() {
 	var now sample
 	var err error
@@ -515,7 +516,7 @@ func (s *siege) settle() {
 	s.out.After, s.out.IdleCPU = now, idle
 }
 
-// cpu is the processor time that the sidecar has used.
+// cpu returns the processor time that the sidecar has used.
 func (s *siege) cpu() time.Duration {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.sidecar.cmd.Process.Pid))
 	if err != nil {
@@ -531,7 +532,7 @@ func (s *siege) cpu() time.Duration {
 	return time.Duration(user+system) * 10 * time.Millisecond // a tick is a hundredth of a second
 }
 
-// judge compares what was seen with the bounds.
+// judge compares the measurements with the bounds.
 func (s *siege) judge() {
 	s.mu.Lock()
 	o := s.out
@@ -572,7 +573,7 @@ func (s *siege) judge() {
 	}
 }
 
-// endSidecar ends it as a supervisor does.
+// endSidecar ends the sidecar as a supervisor does.
 func (s *siege) endSidecar() {
 	s.end(s.sidecar, syscall.SIGTERM, time.Minute)
 	if state := s.sidecar.cmd.ProcessState; state != nil && !state.Success() {
@@ -580,8 +581,8 @@ func (s *siege) endSidecar() {
 	}
 }
 
-// makeCgroup makes a memory cgroup for the attack, if it has a limit and this machine lets us:
-// cgroup v1 as root, which is what the machines of these tests have.
+// makeCgroup makes a memory cgroup for the attack, if it has a limit and this machine allows it. It
+// needs cgroup v1 and root, as on the machines that run these tests.
 func (s *siege) makeCgroup() bool {
 	if s.attack.memory == 0 {
 		return false

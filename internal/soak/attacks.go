@@ -26,7 +26,7 @@ import (
 	"lookaside/tiers/tiertest"
 )
 
-// attacks is the suite, in the order in which it runs.
+// attacks lists the suite in the order of its runs.
 var attacks = []*attack{
 	{name: "connections", does: "opens session sockets, says nothing and holds them",
 		run: attackConnections},
@@ -65,8 +65,8 @@ var attacks = []*attack{
 		args: diskArgs, after: checkDisk, ownEnd: true, noVictim: true},
 }
 
-// repeat calls f by n goroutines until ctx ends, with a pause that keeps one goroutine from using
-// up a core.
+// repeat calls f on n goroutines until ctx ends. The pause keeps one goroutine from using a whole
+// core.
 func repeat(ctx context.Context, n int, pause time.Duration, f func(rnd *mathrand.Rand)) {
 	var wg sync.WaitGroup
 	for i := range n {
@@ -84,8 +84,8 @@ func repeat(ctx context.Context, n int, pause time.Duration, f func(rnd *mathran
 	wg.Wait()
 }
 
-// attackNothing leaves the attack to the servers that its arguments name; the victim makes the
-// sidecar use them.
+// attackNothing does nothing by itself. The servers in its arguments attack when the victim makes
+// the sidecar use them.
 func attackNothing(ctx context.Context, _ *siege) error {
 	<-ctx.Done()
 	return nil
@@ -114,7 +114,7 @@ func attackConnections(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// hello is a worker's of some model.
+// hello returns the first message of a worker of a model.
 func hello(engine string, model string) *wire.Hello {
 	return &wire.Hello{
 		Role: wire.RoleWorker, EngineID: engine, PageTokens: 16, PageBytes: 16 << 10,
@@ -127,7 +127,7 @@ func attackReconnects(ctx context.Context, s *siege) error {
 	var mu sync.Mutex
 	opened := 0
 	repeat(ctx, 3, time.Millisecond, func(*mathrand.Rand) {
-		// The kernel holds what the sidecar sends until the socket is closed: so nothing is read.
+		// The kernel keeps what the sidecar sends until the socket is closed, so nothing is read.
 		if c, err := client.Dial(s.endpoint(), hello("again", "again"), time.Second); err == nil {
 			c.Close()
 			mu.Lock()
@@ -139,7 +139,7 @@ func attackReconnects(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// randomMessage is a message with random fields, often nearly right, sometimes spoilt.
+// randomMessage returns a message with random fields, often nearly right, sometimes malformed.
 func randomMessage(rnd *mathrand.Rand) []byte {
 	number := func() uint64 {
 		switch rnd.IntN(4) {
@@ -183,7 +183,7 @@ func randomMessage(rnd *mathrand.Rand) []byte {
 	case 1:
 		b[rnd.IntN(len(b))] ^= byte(1 << rnd.IntN(8))
 	case 2:
-		// An array of four billion elements in a few bytes.
+		// an array of four billion elements in a few bytes
 		b = []byte{0xdd, 0xff, 0xff, 0xff, 0xff, byte(rnd.Uint32())}
 	case 3:
 		b = append(b, data...)
@@ -210,8 +210,8 @@ func attackSessionGarbage(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// victimSession is the number of the victim's scheduler session, which its status tells anybody who
-// may ask.
+// victimSession returns the id of the victim's scheduler session. Any client with access to the
+// status can read it there.
 func (s *siege) victimSession(role string) uint64 {
 	var st struct {
 		Sessions []struct {
@@ -233,7 +233,7 @@ func (s *siege) victimSession(role string) uint64 {
 }
 
 func attackForeignNumbers(ctx context.Context, s *siege) error {
-	// The model and the engine's name stand in /v1/status.
+	// /v1/status contains the model and the engine's name.
 	c, err := client.Dial(s.endpoint(), hello("victim", victimSpace.Fingerprint.Short()),
 		10*time.Second)
 	if err != nil {
@@ -310,7 +310,7 @@ func attackSpaces(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// admitsAnother checks that one more model is served, whatever came before.
+// admitsAnother checks that one more model is served after the attack.
 func admitsAnother(s *siege) {
 	var err error
 	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(
@@ -325,8 +325,8 @@ func admitsAnother(s *siege) {
 	s.problem("a new model is refused after many that are gone: %v", err)
 }
 
-// attackTwoModels asks for two working sets by turns, which together fit the arena, and expects
-// nearly all of both to be held once each was stored.
+// attackTwoModels looks up two working sets by turns. Together they fit the arena, so nearly all of
+// both must be held after each was stored once.
 func attackTwoModels(ctx context.Context, s *siege) error {
 	const prefixes = 40
 	sets := []struct {
@@ -401,7 +401,7 @@ func attackFrozen(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// ownSession is a scheduler's session with its worker, of the attacker's own model.
+// ownSession starts a scheduler's session with its worker, with a model of the attacker's own.
 func (s *siege) ownSession(engine string) (*peer, error) {
 	p := &peer{dir: s.endpoint(), engine: engine, space: tiertest.NewSpace(engine,
 		tiers.Geometry{PageBytes: 4096, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 32})}
@@ -452,8 +452,8 @@ func attackRawLookups(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// attackZMTP holds up to n connections to one ZMQ socket for a moment, each of which does something
-// else wrong.
+// attackZMTP holds up to n connections to one ZMQ socket for a moment. Each violates the protocol
+// in its own way.
 func attackZMTP(ctx context.Context, rnd *mathrand.Rand, network, address, socketType string,
 	n int) {
 	var conns []net.Conn
@@ -487,7 +487,7 @@ func attackZMTP(ctx context.Context, rnd *mathrand.Rand, network, address, socke
 		case 0:
 			_ = z.announce(1 << (10 + rnd.IntN(50)))
 			_, _ = z.Write(junk)
-		case 1: // a message whose last frame never comes
+		case 1: // a message without its last frame
 			for range 200 {
 				if z.frame(junk, true) != nil {
 					break
@@ -504,7 +504,7 @@ func attackZMTP(ctx context.Context, rnd *mathrand.Rand, network, address, socke
 }
 
 func attackForgedLookups(ctx context.Context, s *siege) error {
-	// The attacker knows a session's number, and which numbers its lookups may have; nothing of its
+	// The attacker knows a session's id and the possible ids of its lookups, but nothing of its
 	// memory.
 	sessions := []uint64{s.victimSession(wire.RoleScheduler), s.victimSession(wire.RoleWorker)}
 	push, err := dialZMTP("unix", filepath.Join(s.endpoint(), "lookup.sock"), "PUSH")
@@ -529,8 +529,8 @@ func attackForgedLookups(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// forgeries are messages of the lookup socket in the name of another session, whose secret is not
-// known.
+// forgeries returns messages of the lookup socket in the name of another session, whose secret is
+// not known.
 func forgeries(session uint64, secret []byte, lookup uint64, hashes []byte) [][]byte {
 	return [][]byte{
 		(&wire.Lookup{Session: session, Secret: secret, Lookup: lookup, Hashes: hashes,
@@ -630,7 +630,7 @@ func eventsArgs(s *siege) ([]string, error) {
 func attackEvents(ctx context.Context, s *siege) error {
 	pub, replay := fmt.Sprintf("127.0.0.1:%d", s.eventPorts[0]), fmt.Sprintf("127.0.0.1:%d",
 		s.eventPorts[1])
-	// Something is published all the time.
+	// Events are published all the time.
 	storing, err := s.ownSession("storing")
 	if err != nil {
 		return err
@@ -652,7 +652,7 @@ func attackEvents(ctx context.Context, s *siege) error {
 				return
 			}
 			defer z.Close()
-			const topic = 24 // bytes; short ones cost the most for each byte that is sent
+			const topic = 24 // bytes; short topics cost the most for each byte sent
 			batch := make([]byte, 0, 1000*(topic+3))
 			for range 400 {
 				batch = batch[:0]
@@ -670,7 +670,7 @@ func attackEvents(ctx context.Context, s *siege) error {
 			attackZMTP(ctx, rnd, "tcp", pub, "SUB", 20)
 		case 2:
 			attackZMTP(ctx, rnd, "tcp", replay, "DEALER", 20)
-		case 3: // replays of everything, which it does not read
+		case 3: // replays of everything, which it never reads
 			z, err := dialZMTP("tcp", replay, "DEALER")
 			if err != nil {
 				return
@@ -736,7 +736,7 @@ func attackAdmin(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// serve accepts connections until the suite ends and has each handled.
+// serve accepts connections until the suite ends and calls handle for each.
 func (s *siege) serve(handle func(net.Conn)) (port int, err error) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -773,7 +773,7 @@ func lyingRedis(s *siege) ([]string, error) {
 	}
 	port, err := s.serve(func(c net.Conn) {
 		b := make([]byte, 64<<10)
-		// A few commands are answered well, so that the connection is used for more.
+		// Reply correctly to a few commands, so that the connection is used for more.
 		for range 3 {
 			if _, err := c.Read(b); err != nil {
 				return
@@ -804,7 +804,7 @@ func lyingS3(s *siege) ([]string, error) {
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			_, _ = copyLimited(io.Discard, r.Body, 64<<20)
 			switch mathrand.IntN(5) {
-			case 0: // an answer that does not end
+			case 0: // a reply that does not end
 				_, _ = copyLimited(w, zeros{}, 2<<30)
 			case 1:
 				w.Header().Set("Content-Length", "4000000000")
@@ -839,8 +839,8 @@ func diskArgs(s *siege) ([]string, error) {
 	return []string{"--disk", filepath.Join(s.dir, "disk") + ":48M:slab=8M"}, nil
 }
 
-// fullDisk has the tier's slabs on a file system that others have filled, where this machine lets
-// us make one.
+// fullDisk puts the tier's slabs on a file system that other files have filled, if this machine
+// allows making one.
 func fullDisk(s *siege) ([]string, error) {
 	dir := filepath.Join(s.dir, "small")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -867,8 +867,8 @@ func checkDisk(s *siege) {
 	}
 }
 
-// attackSignals ends one sidecar after the other by signals at random moments: as it starts,
-// serves, stores and ends.
+// attackSignals ends one sidecar after another with signals at random moments: at its start, while
+// it serves, while it stores and at its end.
 func attackSignals(ctx context.Context, s *siege) error {
 	rnd := mathrand.New(mathrand.NewPCG(1, 3))
 	rounds := 0
@@ -894,7 +894,7 @@ func attackSignals(ctx context.Context, s *siege) error {
 		sent := kinds[rnd.IntN(len(kinds))]
 		_ = p.cmd.Process.Signal(sent)
 		if rnd.IntN(2) == 0 {
-			_ = p.cmd.Process.Signal(sent) // as timeout does: to the process, and to its group
+			_ = p.cmd.Process.Signal(sent) // like timeout: to the process and to its group
 		}
 		select {
 		case <-p.ended:
@@ -903,7 +903,8 @@ func attackSignals(ctx context.Context, s *siege) error {
 			_ = p.cmd.Process.Kill()
 			<-p.ended
 		}
-		// Before it serves there is nothing to drain, and in its first moments no handler either.
+		// Before it serves there is nothing to drain, and in its first moments there is no handler
+		// yet.
 		if state := p.cmd.ProcessState; serving && !state.Success() {
 			s.problem("the sidecar ended with %v after %v", state, sent)
 		}

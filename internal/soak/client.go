@@ -20,19 +20,19 @@ import (
 	"lookaside/tiers/tiertest"
 )
 
-// counts are what clients did since they last said so.
+// counts holds the actions of clients since their last report.
 type counts struct {
 	Lookups     int `json:"lookups"`
 	LookupPages int `json:"lookup_pages"`
 	HitPages    int `json:"hit_pages"`
-	// lookups that were not answered within their deadline and some
+	// Late counts lookups without a reply some time after their deadline.
 	Late         int `json:"late"`
 	Loads        int `json:"loads"`
 	CheckedPages int `json:"checked_pages"`
 	Stores       int `json:"stores"`
 	StoredPages  int `json:"stored_pages"`
 	Connects     int `json:"connects"`
-	// requests that were answered by an error, by its code
+	// Refusals counts requests with an error as the reply, by its code.
 	Refusals map[string]int `json:"refusals"`
 }
 
@@ -54,14 +54,14 @@ func (c *counts) add(d counts) {
 	}
 }
 
-// report is what a client prints, one a line.
+// report is one line of a client's output.
 type report struct {
 	Counts counts `json:"counts"`
-	Wrong  string `json:"wrong,omitempty"` // what it found that must never be
+	Wrong  string `json:"wrong,omitempty"` // a finding that must never happen
 }
 
-// patience is what a sidecar has for an answer over the session socket; it is stopped for up to two
-// seconds now and then.
+// patience is how long a sidecar has for a reply on the session socket. The soak stops it for up to
+// two seconds now and then.
 const patience = 10 * time.Second
 
 // peer is one client process: a worker and its scheduler.
@@ -69,7 +69,7 @@ type peer struct {
 	rnd    *rand.Rand
 	dir    string
 	engine string
-	space  *tiers.Space // its name is what the content of pages depends on
+	space  *tiers.Space // the content of pages depends on its name
 	out    *json.Encoder
 	n      counts
 	said   time.Time
@@ -80,8 +80,8 @@ type peer struct {
 	next              uint64
 }
 
-// clientMain is a client process. It ends when its standard input does, or by a signal; a sidecar
-// that goes away it waits for.
+// clientMain is a client process. It ends at the end of its standard input or by a signal. If the
+// sidecar goes away, it waits for the next one.
 func clientMain(args []string) error {
 	p := &peer{out: json.NewEncoder(os.Stdout), said: time.Now()}
 	var seed uint64
@@ -113,12 +113,12 @@ func clientMain(args []string) error {
 		if errors.As(err, &wrong) {
 			return errors.Join(p.say(wrong.Error()), err)
 		}
-		// The sidecar is gone, or wants no more of us for now.
+		// The sidecar is gone, or refuses this client for now.
 		time.Sleep(time.Duration(20+p.rnd.IntN(100)) * time.Millisecond)
 	}
 }
 
-// wrongError is what must never be.
+// wrongError is a finding that must never happen.
 type wrongError struct{ text string }
 
 func (e *wrongError) Error() string { return e.text }
@@ -129,7 +129,7 @@ func (p *peer) say(wrong string) error {
 	return err
 }
 
-// spaces are the geometries that clients have, each with its own model.
+// spaces lists the geometries of clients, each with its own model.
 var spaces = []*tiers.Space{
 	tiertest.NewSpace("soak-0", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 8,
 		PageTokens: 16, DigestBytes: 32}),
@@ -182,8 +182,8 @@ func (p *peer) disconnect() {
 	p.regions = nil
 }
 
-// recv receives one packet of the worker's session. Regions that come are attached, and those that
-// go are let go of; whoever waits for one to come is told.
+// recv attaches new regions and detaches removed ones until another packet of the worker's session
+// arrives, which it returns. With regions it also returns a RegionAdded.
 func (p *peer) recv(regions bool) ([]byte, error) {
 	for {
 		b, files, err := p.worker.Recv(patience)
@@ -214,7 +214,7 @@ func (p *peer) recv(regions bool) ([]byte, error) {
 	}
 }
 
-// attach maps a region, for reading alone where it is another sidecar's.
+// attach maps a region, read-only if it is another sidecar's.
 func (p *peer) attach(m *wire.RegionAdded, file *os.File) (err error) {
 	var region *dax.Attached
 	if offset, size, page := int64(m.Offset), int64(m.SizeBytes), int64(m.PageSize); m.ReadOnly {
@@ -229,8 +229,8 @@ func (p *peer) attach(m *wire.RegionAdded, file *os.File) (err error) {
 	return p.worker.Send(&wire.RegionMapped{Region: m.Region})
 }
 
-// detach lets go of the region that a RegionRemoved names: nothing is copied meanwhile, on this
-// goroutine, and no lease of ours lies in it.
+// detach unmaps the region of a RegionRemoved. All copies run on this goroutine, so none is under
+// way, and this client has no lease in the region.
 func (p *peer) detach(b []byte) error {
 	var m wire.RegionRemoved
 	if err := m.Decode(b, &wire.DefaultLimits); err != nil {
@@ -244,7 +244,7 @@ func (p *peer) detach(b []byte) error {
 	return errors.Join(r.Close(), p.worker.Send(&wire.RegionUnmapped{Region: m.Region}))
 }
 
-// call sends a request and decodes its answer; granted is false if the sidecar refused it.
+// call sends a request and decodes its reply; granted is false if the sidecar refused it.
 func (p *peer) call(request, reply wire.Message) (granted bool, err error) {
 	if err := p.worker.Send(request); err != nil {
 		return false, err
@@ -267,7 +267,7 @@ func (p *peer) call(request, reply wire.Message) (granted bool, err error) {
 	return true, reply.Decode(b, &wire.DefaultLimits)
 }
 
-// session connects and works until something fails or the parent says to end.
+// session connects and works until an error or until the parent ends it.
 func (p *peer) session(parent <-chan struct{}) error {
 	if err := p.connect(); err != nil {
 		return err
@@ -292,8 +292,8 @@ func (p *peer) session(parent <-chan struct{}) error {
 
 func (p *peer) chance(n int) bool { return p.rnd.IntN(n) == 0 }
 
-// randomPrefix is one of some hundreds that begin alike by dozens: more than the tiers hold
-// together, some asked for much more often than others.
+// randomPrefix returns one of some hundreds of prefixes, of which dozens begin alike. They are more
+// than the tiers hold together, and some are used much more often than others.
 func randomPrefix(rnd *rand.Rand, space *tiers.Space) tiertest.Prefix {
 	ppc := space.Geometry.PagesPerChunk
 	t := make(tiertest.Prefix, 1+rnd.IntN(10*ppc))
@@ -307,8 +307,8 @@ func randomPrefix(rnd *rand.Rand, space *tiers.Space) tiertest.Prefix {
 	return t
 }
 
-// request does what an engine does for one request: look the prefix up, load what hits, store the
-// rest. Now and then it does so badly.
+// request does what an engine does for one request: it looks the prefix up, loads the hits and
+// stores the rest. Sometimes it misbehaves.
 func (p *peer) request() error {
 	t := randomPrefix(p.rnd, p.space)
 	g := p.space.Geometry
@@ -323,7 +323,7 @@ func (p *peer) request() error {
 	p.n.LookupPages += len(t)
 	hit, err := p.ask(t, deadlineMs, recomputeUs, 3*time.Second)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		// A sidecar that is stopped or gone, which the session socket will tell.
+		// The sidecar is stopped or gone; the session socket will show which.
 		p.n.Late++
 		hit = 0
 	} else if err != nil {
@@ -360,7 +360,7 @@ func (p *peer) ask(t tiertest.Prefix, deadlineMs, recomputeUs uint32,
 	return int(r.HitPages), err
 }
 
-// sendLookup sends a lookup of any hashes, whose answer is left to be received.
+// sendLookup sends a lookup of any hashes and does not receive the reply.
 func (p *peer) sendLookup(hashes []byte, deadlineMs uint32) error {
 	p.next++
 	w := &p.scheduler.Welcome
@@ -368,7 +368,7 @@ func (p *peer) sendLookup(hashes []byte, deadlineMs uint32) error {
 		Hashes: hashes, DeadlineMs: deadlineMs}).Append(nil))
 }
 
-// take has the worker take over pages [first, hit) of the last lookup, of that prefix.
+// take makes the worker take over pages [first, hit) of the last lookup, which was for that prefix.
 func (p *peer) take(t tiertest.Prefix, first, hit int) (g wire.LoadGrant, granted bool, err error) {
 	geometry := p.space.Geometry
 	names := wire.NamesOf(t.Digests(first, hit, geometry.DigestBytes), geometry.DigestBytes, first,
@@ -382,7 +382,7 @@ func (p *peer) take(t tiertest.Prefix, first, hit int) (g wire.LoadGrant, grante
 	return g, granted, err
 }
 
-// page is page i of an extent in the arena, checked as a client must.
+// page returns page i of an extent in the arena, checked as a client must check it.
 func (p *peer) page(e wire.Extent, i int) ([]byte, error) {
 	size := uint64(p.space.Geometry.PageBytes)
 	r, off := p.regions[e.Region], e.Offset+uint64(i)*size
@@ -416,7 +416,7 @@ func (p *peer) load(t tiertest.Prefix, hit int) error {
 	if err := p.verify(t, g.Extents, first, hit); err != nil {
 		return err
 	}
-	if p.chance(10) { // a slow copy: as long as it is leased nothing may change
+	if p.chance(10) { // a slow copy: nothing may change during the lease
 		time.Sleep(time.Duration(p.rnd.IntN(30)) * time.Millisecond)
 		if err := p.verify(t, g.Extents, first, hit); err != nil {
 			return err
@@ -462,7 +462,7 @@ func (p *peer) verify(t tiertest.Prefix, extents []wire.Extent, first, end int) 
 	return nil
 }
 
-// prepare asks for room for the pages of a prefix from first on; granted is false if nothing is to
+// prepare requests room for the pages of a prefix from first on; granted is false if nothing is to
 // be stored.
 func (p *peer) prepare(t tiertest.Prefix, first int) (g wire.StoreGrant, granted bool, err error) {
 	d := p.space.Geometry.DigestBytes
@@ -498,7 +498,7 @@ func (p *peer) store(t tiertest.Prefix, first int) error {
 			at := int(e.Page) + i
 			tiertest.Fill(dst, p.space, digests[at*d:(at+1)*d])
 			if spoil {
-				dst[p.rnd.IntN(len(dst))]++ // never to be seen by anybody
+				dst[p.rnd.IntN(len(dst))]++ // must never be visible to any client
 			} else {
 				p.n.StoredPages++
 			}

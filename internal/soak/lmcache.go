@@ -14,13 +14,13 @@ import (
 	"lookaside/tiers"
 )
 
-// lmcacheSpace is the one of the clients' spaces whose pages LMCache's lookups can name: hashes of
-// 8 bytes, a page a chunk.
+// lmcacheSpace is the one of the clients' spaces whose pages LMCache's lookups can name: its hashes
+// have 8 bytes, and a chunk has one page.
 var lmcacheSpace = spaces[2]
 
-// askAsLMCache sends LMCache's lookups to a node until ctx ends, for the prefixes that the clients
-// store, and checks that no answer says more than was asked for. The node is killed and stopped
-// meanwhile, so that answers may stay out.
+// askAsLMCache sends LMCache's lookups for the clients' prefixes to a node until ctx ends. It
+// checks that no reply reports more than was requested. The node is killed and stopped in the
+// meantime, so replies may be missing.
 func (s *soak) askAsLMCache(ctx context.Context, n *node) {
 	if lmcacheSpace.Geometry != (tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 1,
 		PageTokens: 256, DigestBytes: 8}) {
@@ -72,7 +72,7 @@ func (s *soak) lmcacheSession(ctx context.Context, rnd *rand.Rand, n *node) erro
 				return err
 			}
 			if answer.ID != id && strings.HasPrefix(answer.ID, "soak-") {
-				continue // of an earlier one
+				continue // the reply to an earlier lookup
 			}
 			if answer.Type != "LookupResponseMsg" || answer.Tokens < 0 ||
 				answer.Tokens > 256*len(t) || answer.Tokens%256 != 0 {

@@ -1,16 +1,17 @@
-// Soak runs real sidecars and clients against each other and kills them at random moments, for as
-// long as one likes: what the tests do in seconds, and what only shows in hours. It prints the seed
-// first, and last a summary as JSON; it fails if a single loaded byte was wrong, a lease outlived
-// its owner, a store did not check clean after a kill, or a sidecar ended by itself.
+// Soak runs real sidecars and clients against each other and kills them at random moments, for any
+// length of time. It covers what the tests do in seconds, and faults that show only after hours. It
+// prints the seed first and a summary as JSON at the end. It fails if a single loaded byte was
+// wrong, a lease outlived its owner, a store did not check clean after a kill, or a sidecar ended
+// by itself.
 //
 //	soak --bin bin/lookaside --duration 10m [--seed N] [--clients 4] [--json FILE]
 //	     [--redis auto|never] [--s3 versitygw]
 //
 // Ctrl-C ends it early, with the audit and the summary.
 //
-// Its second job is to attack: one sidecar after the other is misused in one way for some seconds
-// while a well-behaved client goes on, and what the sidecar takes of memory, files, log and
-// processor time is compared with bounds.
+// It can also attack. One sidecar after another is misused in one way for some seconds while a
+// well-behaved client works. The memory, files, log and processor time that the sidecar takes are
+// compared with bounds.
 //
 //	soak attack --bin bin/lookaside [--each 6s] [--only NAME,…] [--json FILE]
 //	soak attack --list
@@ -29,7 +30,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// children are what the program starts itself as.
+// children are the roles in which the program starts itself.
 var children = map[string]func([]string) error{"client": clientMain, "victim": victimMain}
 
 func main() {

@@ -24,27 +24,27 @@ import (
 
 type options struct {
 	bin      string
-	dir      string // for everything that the soak makes
+	dir      string // for all files of the soak
 	duration time.Duration
 	seed     uint64
 	clients  int
 	redis    string
-	s3       string // a versitygw binary; where there is none there is no S3
+	s3       string // a versitygw binary; without one there is no S3
 }
 
-// summary is what the soak prints at its end.
+// summary is the output at the end of the soak.
 type summary struct {
 	Seed     uint64         `json:"seed"`
 	Seconds  float64        `json:"seconds"`
 	Redis    bool           `json:"redis"`
 	S3       bool           `json:"s3"`
-	Events   map[string]int `json:"events"` // what was done to the processes
-	Checks   int            `json:"checks"` // of the store, after each end of a sidecar
-	Audits   int            `json:"audits"` // of the leases, with all clients gone
+	Events   map[string]int `json:"events"` // actions on the processes
+	Checks   int            `json:"checks"` // of the stores, one after each end of a sidecar
+	Audits   int            `json:"audits"` // of the leases, after all clients are gone
 	Clients  counts         `json:"clients"`
 	HitRatio float64        `json:"hit_ratio"`
-	// Tiers are the highest counts that any one sidecar named of its tiers, when it was asked at an
-	// audit or before its end.
+	// Tiers holds the highest counts that any one sidecar reported of its tiers, at an audit or
+	// before its end.
 	Tiers    map[string]map[string]float64 `json:"tiers"`
 	Problems []string                      `json:"problems"`
 }
@@ -52,7 +52,7 @@ type summary struct {
 type soak struct {
 	stand
 	o   options
-	rnd *rand.Rand // the main goroutine's only
+	rnd *rand.Rand // used only by the main goroutine
 
 	nodes  []*node
 	redis  server
@@ -68,19 +68,18 @@ type soak struct {
 	seconds float64
 }
 
-// A node is one sidecar, with what it keeps from one start to the next. All nodes share what they
-// hold.
+// A node is one sidecar and what it keeps across restarts. All nodes share what they hold.
 type node struct {
 	name     string
 	endpoint string
 	disk     string // directory of its disk tier; "": none
-	device   string // the file that its arena lies on in place of a DAX device; "": memory
-	lmcache  string // what LMCache's two sockets begin with; "": none
+	device   string // file of its arena in place of a DAX device; "": memory
+	lmcache  string // prefix of LMCache's two sockets; "": none
 	process  *process
-	rotten   bool // bits of its disk were flipped since it was checked
+	rotten   bool // bits of its disk were flipped since the last check
 }
 
-// A server is one that tiers use, killed and stopped now and then.
+// A server is used by tiers. The soak kills and stops it now and then.
 type server struct {
 	port    int // 0: it is not installed
 	process *process
@@ -99,7 +98,7 @@ func (s *soak) event(name string) {
 
 func pick[T any](rnd *rand.Rand, of ...T) T { return of[rnd.IntN(len(of))] }
 
-// addNodes names the sidecars: one with an arena in memory above all kinds of tiers, and one whose
+// addNodes names the sidecars: one with an arena in memory above tiers of all kinds, and one whose
 // arena outlives it.
 func (s *soak) addNodes() {
 	for i := range 2 {
@@ -111,7 +110,7 @@ func (s *soak) addNodes() {
 	s.nodes[1].device = filepath.Join(s.dir, "device")
 }
 
-// startSidecar starts a node with other settings each time, over the same media.
+// startSidecar starts a node over the same media, each time with other settings.
 func (s *soak) startSidecar(n *node) error {
 	args := []string{
 		"serve", "--runtime-dir", n.endpoint, "--lifecycle-drain", "1s", "--lifecycle-flush", "2s",
@@ -171,7 +170,7 @@ func (s *soak) makeDevice(n *node) error {
 	return errors.Join(f.Truncate(deviceBytes), f.Close())
 }
 
-// status is what the soak reads of /v1/status.
+// status is the part of /v1/status that the soak reads.
 type status struct {
 	PID            int `json:"pid"`
 	Leases         int `json:"leases"`
@@ -195,8 +194,8 @@ type status struct {
 	} `json:"spaces"`
 }
 
-// check verifies a node's media offline: whatever has happened to the sidecar, nothing in them may
-// be bad. What was spoilt on purpose is dropped.
+// check verifies a node's media offline. Nothing in them may be bad, however the sidecar ended,
+// except bits flipped on purpose. Those are dropped.
 func (s *soak) check(n *node) {
 	for _, path := range []string{n.disk, n.device} {
 		if _, err := os.Stat(path); path == "" || errors.Is(err, os.ErrNotExist) {
@@ -217,8 +216,8 @@ func (s *soak) check(n *node) {
 	n.rotten = false
 }
 
-// checkMedium checks a directory or device. What clients still read of a device that its sidecar
-// lent is waited for: they learn of the end of a sidecar between two of their requests.
+// checkMedium checks a directory or device. It waits while clients still read lent bytes of a
+// device: they notice the end of a sidecar between two requests.
 func (s *soak) checkMedium(path string, args ...string) (out []byte, err error) {
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -232,7 +231,7 @@ func (s *soak) checkMedium(path string, args ...string) (out []byte, err error) 
 	}
 }
 
-// rot flips bits of a slab of a node's disk tier, in the middle of its data.
+// rot flips bits in the middle of a slab of a node's disk tier.
 func (s *soak) rot(n *node) {
 	slabs, _ := filepath.Glob(filepath.Join(n.disk, "*"))
 	for range 20 {
@@ -283,7 +282,8 @@ func (s *soak) startPeer() (*process, error) {
 		fmt.Sprint(s.rnd.IntN(len(spaces))))
 }
 
-// startServer starts a server on a free port, the same each time, and waits until it listens.
+// startServer starts a server and waits until it listens. Its port is free at the first start and
+// stays the same.
 func (s *soak) startServer(name string, v *server, command func(port int) []string,
 	env ...string) (err error) {
 	if v.port == 0 {
@@ -292,7 +292,7 @@ func (s *soak) startServer(name string, v *server, command func(port int) []stri
 		}
 	}
 	args := command(v.port)
-	// A shell passes what is to be in the environment of this child alone.
+	// env sets the environment of this child only.
 	if v.process, err = s.spawn(name, nil, "/usr/bin/env", append(env, args...)...); err != nil {
 		return err
 	}
@@ -307,7 +307,7 @@ func (s *soak) startServer(name string, v *server, command func(port int) []stri
 	}
 }
 
-// startRedis starts a server without persistence, if there is one to start.
+// startRedis starts a server without persistence, if one is installed.
 func (s *soak) startRedis() error {
 	program, err := exec.LookPath("redis-server")
 	if err != nil || s.o.redis == "never" {
@@ -322,7 +322,7 @@ func (s *soak) startRedis() error {
 
 const bucketName = "kv-cache"
 
-// startBucket starts an S3 server over a directory, if there is one to start.
+// startBucket starts an S3 server over a directory, if one is installed.
 func (s *soak) startBucket() error {
 	if _, err := os.Stat(s.o.s3); err != nil {
 		return nil
@@ -339,7 +339,7 @@ func (s *soak) startBucket() error {
 	}, "ROOT_ACCESS_KEY=soak", "ROOT_SECRET_KEY=soaksoak")
 }
 
-// run does it all; what goes wrong becomes a problem.
+// run runs the whole soak. Every failure becomes a problem.
 func (s *soak) run(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, s.o.duration)
 	defer cancel()
@@ -378,7 +378,7 @@ func (s *soak) run(ctx context.Context) {
 	s.seconds = time.Since(s.start).Seconds()
 }
 
-// broken says whether there is no sense in going on.
+// broken reports whether the soak should stop.
 func (s *soak) broken() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -396,7 +396,7 @@ func (s *soak) wait(ctx context.Context, d time.Duration) {
 	}
 }
 
-// fill starts clients until there are enough.
+// fill starts clients up to the wanted number.
 func (s *soak) fill() {
 	alive := s.peers[:0]
 	for _, p := range s.peers {
@@ -415,7 +415,7 @@ func (s *soak) fill() {
 	}
 }
 
-// restart has a node's media checked and its next sidecar started; the one before has ended.
+// restart checks a node's media and starts its next sidecar. The sidecar before has ended.
 func (s *soak) restart(n *node) {
 	s.check(n)
 	if err := s.startSidecar(n); err != nil {
@@ -432,7 +432,7 @@ func (s *soak) freeze(ctx context.Context, p *process, most time.Duration) {
 	p.stopped = false
 }
 
-// chaos does one thing that a deployment may meet.
+// chaos does one random action that a deployment may meet.
 func (s *soak) chaos(ctx context.Context) {
 	var victim *process
 	if len(s.peers) > 0 {
@@ -494,8 +494,8 @@ func (s *soak) chaos(ctx context.Context) {
 	}
 }
 
-// operate does what an operator may, over HTTP, with prefixes such as the clients have. It may be
-// refused; the sidecar may be gone.
+// operate does a random operator's action over HTTP, with prefixes like those of the clients. The
+// sidecar may refuse it or be gone.
 func (s *soak) operate() {
 	type object = map[string]any
 	n := pick(s.rnd, s.nodes...)
@@ -556,8 +556,8 @@ func (s *soak) killPeers() {
 	s.peers = nil
 }
 
-// audit ends all clients, in order or not, and waits for what they held to become free: a second by
-// promise, and more for a busy machine.
+// audit ends all clients, in order or not, and waits until what they held is free. The promise is a
+// second; a busy machine gets more.
 func (s *soak) audit() {
 	if s.rnd.IntN(2) == 0 {
 		s.killPeers()
@@ -584,7 +584,7 @@ func (s *soak) audit() {
 	s.note()
 }
 
-// auditNode waits until nothing of a node is held.
+// auditNode waits until a node has no lease.
 func (s *soak) auditNode(n *node) {
 	var st status
 	var err error
@@ -605,14 +605,14 @@ func (s *soak) auditNode(n *node) {
 		err)
 }
 
-// note keeps what the sidecars say of their tiers.
+// note records what the sidecars report of their tiers.
 func (s *soak) note() {
 	for _, n := range s.nodes {
 		var answer struct {
 			Tiers []map[string]any `json:"tiers"`
 		}
 		if err := s.get(n.endpoint, "/v1/tiers", &answer); err != nil {
-			continue // it may just have been stopped
+			continue // it may have been stopped
 		}
 		s.mu.Lock()
 		for _, t := range answer.Tiers {
@@ -641,7 +641,7 @@ func flatten(out map[string]float64, prefix string, v any) {
 	}
 }
 
-// endAll ends everything in order, and checks the media a last time.
+// endAll ends everything in order and checks the media a last time.
 func (s *soak) endAll() {
 	s.killPeers()
 	names := []string{"client"}

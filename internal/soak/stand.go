@@ -16,10 +16,10 @@ import (
 	"time"
 )
 
-// A stand is a directory with the processes of one run, and the problems that were found with them.
+// A stand is a directory with the processes of one run, and the problems found with them.
 type stand struct {
-	name  string // of the program, in what it prints
-	dir   string // for everything that the run makes
+	name  string // name of the program in its output
+	dir   string // for all files of the run
 	bin   string // the binary under test
 	start time.Time
 	http  *http.Client
@@ -33,13 +33,13 @@ func newStand(name, dir, bin string) stand {
 		http: &http.Client{Timeout: 5 * time.Second}}
 }
 
-// process is a child. What ends it without our doing is a problem.
+// process is a child. It is a problem if the run did not end it.
 type process struct {
 	name    string
 	cmd     *exec.Cmd
 	stdin   io.Closer
-	ended   chan struct{} // closed when it has been waited for
-	wanted  chan struct{} // closed when we end it
+	ended   chan struct{} // closed after it was waited for
+	wanted  chan struct{} // closed when the run ends it
 	ending  sync.Once
 	stopped bool
 }
@@ -53,8 +53,8 @@ func (p *process) dead() bool {
 	}
 }
 
-// end sends a signal, if it has not ended yet, and waits; one that does not end in time is killed,
-// which is a problem.
+// end sends a signal, unless the process has ended, and waits. A process that does not end in time
+// is killed, which is a problem.
 func (s *stand) end(p *process, sig os.Signal, patience time.Duration) {
 	if p == nil {
 		return
@@ -73,8 +73,8 @@ func (s *stand) end(p *process, sig os.Signal, patience time.Duration) {
 	}
 }
 
-// spawn starts a child in a process group of its own, so that Ctrl-C is ours to act on. each is
-// called for each line that it prints.
+// spawn starts a child in a process group of its own, so that Ctrl-C reaches only this program.
+// each is called for each line of its output.
 func (s *stand) spawn(name string, each func(line []byte), program string,
 	args ...string) (*process, error) {
 	p := &process{name: name, cmd: exec.Command(program, args...), ended: make(chan struct{}),
@@ -116,8 +116,7 @@ func (s *stand) spawn(name string, each func(line []byte), program string,
 	return p, nil
 }
 
-// waitServing waits until the admin server of a sidecar at an endpoint says that it is that
-// process.
+// waitServing waits until the admin server of the sidecar at an endpoint reports the process's pid.
 func (s *stand) waitServing(endpoint string, p *process) (err error) {
 	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(
 		20 * time.Millisecond) {
@@ -147,8 +146,8 @@ func (s *stand) get(endpoint, path string, into any) error {
 	return s.ask(endpoint, http.MethodGet, path, nil, into)
 }
 
-// ask asks the admin server of the sidecar at an endpoint. What it refuses is an error; that it has
-// failed is a problem.
+// ask sends a request to the admin server of the sidecar at an endpoint. A refusal is an error; a
+// failure of the server is a problem.
 func (s *stand) ask(endpoint, method, path string, body, into any) error {
 	addr, err := os.ReadFile(filepath.Join(endpoint, "admin.addr"))
 	if err != nil {
@@ -181,8 +180,8 @@ func (s *stand) ask(endpoint, method, path string, body, into any) error {
 	return json.Unmarshal(b, into)
 }
 
-// readLogs looks for what no process may ever say. A race is reported by binaries that were built
-// with the race detector.
+// readLogs looks for lines that no process may ever log. Binaries built with the race detector
+// report races there.
 func (s *stand) readLogs(names ...string) {
 	for _, name := range names {
 		b, err := os.ReadFile(filepath.Join(s.dir, name+".log"))
@@ -198,7 +197,7 @@ func (s *stand) readLogs(names ...string) {
 	}
 }
 
-// tail is the last bytes of a file, for a report.
+// tail returns the last bytes of a file, for a report.
 func tail(name string, n int64) string {
 	f, err := os.Open(name)
 	if err != nil {

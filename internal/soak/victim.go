@@ -18,29 +18,29 @@ import (
 	"lookaside/tiers/tiertest"
 )
 
-// victimSpace is the model of the client that is watched during an attack.
+// victimSpace is the model of the client that is observed during an attack.
 var victimSpace = tiertest.NewSpace("victim", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 4,
 	PageTokens: 16, DigestBytes: 32})
 
-// victimPatience is how long the victim waits for an answer to a lookup.
+// victimPatience is how long the victim waits for the reply to a lookup.
 const victimPatience = 3 * time.Second
 
-// A victimReport is what the victim prints, one a line, some times a second.
+// A victimReport is one line of the victim's output. It prints several a second.
 type victimReport struct {
 	Lookups    int       `json:"lookups"`
-	Pages      int       `json:"pages"`      // asked for
-	HitPages   int       `json:"hit_pages"`  // of them, loaded and checked
-	Late       int       `json:"late"`       // lookups without an answer within victimPatience
-	Reconnects int       `json:"reconnects"` // sessions that ended without the victim's doing
-	LatencyMs  []float64 `json:"latency_ms"` // of each lookup that was answered
-	Wrong      string    `json:"wrong"`      // what must never be
-	// the longest that this machine kept the victim itself waiting
+	Pages      int       `json:"pages"`      // requested
+	HitPages   int       `json:"hit_pages"`  // loaded and checked
+	Late       int       `json:"late"`       // lookups without a reply within victimPatience
+	Reconnects int       `json:"reconnects"` // sessions that the victim did not end itself
+	LatencyMs  []float64 `json:"latency_ms"` // of each lookup with a reply
+	Wrong      string    `json:"wrong"`      // a finding that must never happen
+	// SelfWaitMs is the longest time that this machine did not run the victim.
 	SelfWaitMs float64 `json:"self_waited"`
 }
 
-// victimMain is a well-behaved client with a small working set: it asks for a prefix every few
-// milliseconds, loads what hits, checks each byte and stores the rest. It ends when its standard
-// input does.
+// victimMain is a well-behaved client with a small working set. Every few milliseconds it looks a
+// prefix up, loads the hits, checks each byte and stores the rest. It ends at the end of its
+// standard input.
 func victimMain(args []string) error {
 	p := &peer{out: json.NewEncoder(os.Stdout), space: victimSpace, engine: "victim"}
 	fs := pflag.NewFlagSet("victim", pflag.ContinueOnError)
@@ -109,7 +109,7 @@ func (v *victim) session(parent <-chan struct{}) error {
 	}
 }
 
-// request looks a prefix up, loads and checks what hits, and stores the rest.
+// request looks a prefix up, loads and checks the hits, and stores the rest.
 func (v *victim) request(prefix tiertest.Prefix) error {
 	v.report.Lookups++
 	v.report.Pages += len(prefix)
@@ -146,7 +146,7 @@ func (v *victim) request(prefix tiertest.Prefix) error {
 	return v.keep(prefix, hit/v.space.Geometry.PagesPerChunk*v.space.Geometry.PagesPerChunk)
 }
 
-// keep stores pages of a prefix from first on, whose right bytes it writes.
+// keep stores the pages of a prefix from first on, with the right bytes.
 func (v *victim) keep(prefix tiertest.Prefix, first int) error {
 	grant, granted, err := v.prepare(prefix, first)
 	if !granted || err != nil {
@@ -169,7 +169,7 @@ func (v *victim) keep(prefix tiertest.Prefix, first int) error {
 
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
-// quantile is the q-quantile of values, which it sorts; 0 of none.
+// quantile returns the q-quantile of values and sorts them; 0 if there are none.
 func quantile(values []float64, q float64) float64 {
 	if len(values) == 0 {
 		return 0

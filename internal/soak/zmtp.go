@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// A zmtp is one raw connection to a ZMQ socket: what libzmq would never send can be sent over it.
-// See RFC 23 (ZMTP 3.0) of ZeroMQ.
+// A zmtp is one raw connection to a ZMQ socket. It can send what libzmq would never send. See RFC
+// 23 (ZMTP 3.0) of ZeroMQ.
 type zmtp struct{ net.Conn }
 
 // dialZMTP connects and sends a greeting with the NULL mechanism, and reads the peer's.
@@ -70,7 +70,7 @@ func (z *zmtp) frame(body []byte, more bool) error {
 	return err
 }
 
-// announce begins a frame that is said to be as long as length.
+// announce begins a frame and declares its length.
 func (z *zmtp) announce(length uint64) error {
 	if err := z.SetWriteDeadline(time.Now().Add(time.Second)); err != nil {
 		return err

@@ -1,9 +1,9 @@
-// Package unshared explains why two kinds of pages, spaces, are not one.
+// Package unshared explains why two spaces are not one.
 //
-// Instances share what they store if all that their workers declare agrees. Some of it differs
-// because users mean it to, such as the model. Some differs by accident, such as the seed of the
-// hashes, and then nothing is shared without any error. This package tells the two apart, and says
-// how to mend an accident.
+// Instances share what they store if all declarations of their workers agree. Some declarations
+// differ because users intend it, such as the model. Some differ by accident, such as the seed of
+// the hashes, and then nothing is shared and no error shows it. This package separates the two
+// cases, and describes how to fix an accident.
 package unshared
 
 import (
@@ -15,13 +15,13 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// Space is what a worker declares of its pages. A number that is 0 is not known.
+// Space is a worker's declaration of its pages. A number that is 0 is unknown.
 type Space struct {
 	PageTokens    int64
 	PageBytes     int64
 	PagesPerChunk int64
 	DigestBytes   int64
-	Fields        []wire.Field // by rising key; none: not known
+	Fields        []wire.Field // sorted by key; none: unknown
 }
 
 // Difference is one field in which two spaces differ.
@@ -34,8 +34,8 @@ type Difference struct {
 // absent is the value of a field that a space does not have.
 const absent = "(not given)"
 
-// Differences returns the fields in which two spaces differ, numbers first. What one of them does
-// not know is left out.
+// Differences returns the fields in which two spaces differ, numbers first. It leaves out fields
+// that one of them does not know.
 func Differences(ours, theirs *Space) []Difference {
 	var out []Difference
 	number := func(field string, o, t int64) {
@@ -81,8 +81,8 @@ func (c *Cause) String() string {
 		short(c.Theirs), c.Fix)
 }
 
-// kinds are the fields that differ by accident. Where an earlier one differs it explains a later
-// one, and the fields that it brings along.
+// kinds lists the fields that differ by accident. A difference in an earlier field explains one in
+// a later field, and in the fields that depend on it.
 var kinds = []struct {
 	field, what, fix string
 	brings           []string
@@ -110,7 +110,7 @@ var kinds = []struct {
 		"have all read the same files; copies must keep the files' times (cp -p, rsync -t)", nil},
 }
 
-// Accident returns the causes if the differences are all such as users make by accident, else none.
+// Accident returns the causes if all differences are accidents, else none.
 func Accident(differences []Difference) []Cause {
 	var causes []Cause
 	explained := map[string]bool{}
@@ -133,7 +133,7 @@ func Accident(differences []Difference) []Cause {
 	return causes
 }
 
-// Text says what differs and how to mend it, in one line.
+// Text describes the difference and its fix in one line.
 func Text(causes []Cause) string {
 	parts := make([]string, 0, len(causes))
 	for i := range causes {
@@ -142,7 +142,7 @@ func Text(causes []Cause) string {
 	return strings.Join(parts, ". Also ")
 }
 
-// short cuts a value such as a digest or a path to what tells it apart.
+// short cuts a value such as a digest or a path to the part that distinguishes it.
 func short(s string) string {
 	if len(s) <= 40 {
 		return s

@@ -22,38 +22,38 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Transfers says what to move.
+// Transfers selects what to move.
 type Transfers struct {
-	Dir       string // a directory of its own is made in it. Default: that for temporary files
+	Dir       string // parent of a new directory. Default: that for temporary files
 	SlotBytes int64
-	Bytes     int64 // moved a round and way, through a store that holds as much
-	Workers   int   // requests under way
-	Piece     int64 // bytes of a request at most
+	Bytes     int64 // moved in each round and direction, through a store of that size
+	Workers   int   // concurrent requests
+	Piece     int64 // most bytes of a request
 	Kind      dax.Kind
 	Rounds    int
 }
 
 // Figures has a value for each round.
 type Figures struct {
-	Memory      string    // what the bytes lie in, and fio's
+	Memory      string    // what the bytes and fio's are in
 	Write, FioW []float64 // GB/s
 	Read, FioR  []float64 // GB/s
-	// BareW and BareR, in GB/s, are what a loop does that moves the same requests between a file
-	// and all of the tier's memory. fio has but the memory of the requests under way: where that
-	// fits into a cache of the processor, it is faster than any memory that bytes can stay in.
+	// BareW and BareR, in GB/s, are for a loop that moves the same requests between a file and all
+	// of the tier's memory. fio uses only the memory of its concurrent requests. If that fits into
+	// a cache of the processor, fio is faster than any memory that can keep the bytes.
 	BareW, BareR   []float64
-	WriteC, ReadC  []float64 // cores that were busy with it in this process, in the kernel too
-	CachedFraction float64   // of the store's bytes, that are in the page cache at the end
+	WriteC, ReadC  []float64 // cores that this process kept busy, including time in the kernel
+	CachedFraction float64   // part of the store's bytes in the page cache at the end
 }
 
-// batch is how many chunks one call moves at most, and batchBytes how many bytes: a tier's queue
-// hands it that much.
+// batch is the most chunks of one call, and batchBytes the most bytes, like those of a tier's
+// queue.
 const (
 	batch      = 64
 	batchBytes = 256 << 20
 )
 
-// Run moves chunks up and down, fio doing as much in between.
+// Run moves chunks up and down, and fio does the same in between.
 func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	n := int(o.Bytes / o.SlotBytes)
 	if n < 1 || o.Rounds < 1 {
@@ -79,7 +79,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	d, err := slab.Open(slab.Options{
 		Dirs: []string{path.Join(dir, "store")}, CapacityBytes: (int64(n)*(o.SlotBytes+64<<10) +
 			64<<20) / 4096 * 4096, SlabBytes: int64(n)*(o.SlotBytes+64<<10) + 64<<20,
-		// what is stored last stays
+		// the chunks stored last stay
 		Workers: o.Workers, PieceBytes: int(min(o.Piece, o.SlotBytes)), Policy: "lru",
 	})
 	if err != nil {
@@ -124,7 +124,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	return f, err
 }
 
-// fill writes what no disk can make light of.
+// fill writes bytes that no disk can compress.
 func fill(p []byte) {
 	x := uint64(88172645463325252)
 	for i := 0; i+8 <= len(p); i += 8 {
@@ -139,14 +139,14 @@ func fill(p []byte) {
 
 const pagesPerSlot = 16
 
-// move stores n new chunks, or loads those of the round. It answers GB/s, and the cores used.
+// move stores n new chunks, or loads those of the round. It returns GB/s, and the cores used.
 func (o Transfers) move(ctx context.Context, d *slab.Disk, arena []byte, n, round int,
 	write bool) (speed, cores float64, err error) {
 	g := tiers.Geometry{PageBytes: o.SlotBytes / pagesPerSlot, PagesPerChunk: pagesPerSlot,
 		PageTokens: 16, DigestBytes: 32}
 	space := tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g}
-	// so that one's requests are under way while the other syncs, as the workers of a tier's queue
-	// do it
+	// With two, one caller's requests are under way while the other syncs, like the workers of a
+	// tier's queue.
 	const callers = 2
 	per := max(1, min(batch, int(int64(len(arena))/o.SlotBytes))/callers)
 	var failed atomic.Pointer[error]
@@ -190,8 +190,8 @@ func (o Transfers) move(ctx context.Context, d *slab.Disk, arena []byte, n, roun
 	return float64(n) * float64(o.SlotBytes) / 1e9 / took, (cpuSeconds() - cpu) / took, nil
 }
 
-// bareLoop moves what fio's job moves, with the same requests, as many at a time, from and to all
-// of the memory. It answers GB/s.
+// bareLoop moves what fio's job moves, with the same requests and concurrency, from and to all of
+// the memory. It returns GB/s.
 func bareLoop(name string, memory []byte, j fioJob, write bool) (gbs float64, err error) {
 	file, err := vfs.OS.OpenFile(name, vfs.Direct)
 	if err != nil {
@@ -239,8 +239,8 @@ func cpuSeconds() float64 {
 	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e9
 }
 
-// cachedBytes is how much of a file is in the page cache; 0 where the kernel does not tell (before
-// 6.5).
+// cachedBytes returns how much of a file is in the page cache, or 0 if the kernel cannot report it
+// (before 6.5).
 func cachedBytes(name string) (int64, error) {
 	f, err := os.Open(name)
 	if err != nil {
@@ -257,7 +257,7 @@ func cachedBytes(name string) (int64, error) {
 	return int64(st.Cache) * int64(os.Getpagesize()), nil
 }
 
-// fioJob is the limit: as many requests of the same size under way, around the page cache.
+// fioJob is the limit: as many requests of the same size, bypassing the page cache.
 type fioJob struct {
 	fio, file, mem string
 	bytes, request int64
@@ -265,12 +265,12 @@ type fioJob struct {
 	env            []string
 }
 
-// memory has fio use the kind of memory that the arena is of, as far as it can.
+// memory makes fio use the arena's kind of memory, as far as it can.
 func (j *fioJob) memory(k dax.Kind) {
 	switch k {
 	case dax.KindHugetlb:
-		j.mem = "shmhuge" // a shared one of the same pool
-	case dax.KindTHP: // by a setting of the C library, which has malloc ask for them
+		j.mem = "shmhuge" // a shared mapping of the same pool
+	case dax.KindTHP: // by a setting of the C library, which makes malloc request them
 		j.mem, j.env = "malloc", []string{"GLIBC_TUNABLES=glibc.malloc.hugetlb=1"}
 	default:
 		j.mem = "mmap"

@@ -23,21 +23,21 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Recovery says what store to open.
+// Recovery describes the store to open.
 type Recovery struct {
-	Dir           string // a directory of its own is made in it. Default: that for temporary files
-	Chunks        int    // that it holds
+	Dir           string // parent of a new directory. Default: that for temporary files
+	Chunks        int    // held by the store
 	PagesPerChunk int
-	PageBytes     int64 // of pages that are not there: the slots are holes
+	PageBytes     int64 // of pages without data: the slots are holes
 	Rounds        int
 }
 
 // RecoveryFigures has a value for each round.
 type RecoveryFigures struct {
-	Seconds []float64 // to open the store, its directories not in the page cache
-	// to read and hash the same directories with as many goroutines, and do nothing else
+	Seconds []float64 // to open the store, with its directories not in the page cache
+	// BareS is for reading and hashing the same directories with as many goroutines.
 	BareS     []float64
-	MemoryB   []float64 // resident after it, for each chunk
+	MemoryB   []float64 // resident after opening, for each chunk
 	EntryB    int       // of the directory, for each chunk
 	SlabCount int
 }
@@ -46,7 +46,7 @@ const recoverySlabs = 32
 
 var recoverySpace = tiers.Space{Fingerprint: tiers.FingerprintOf([]byte("recovery"))}
 
-// digests writes those of the pages of the n-th chunk, whose prefix has 64 chunks.
+// digests writes the digests of the pages of the n-th chunk, whose prefix has 64 chunks.
 func digests(buf []byte, n, ppc int) []byte {
 	for i := range ppc * 4 {
 		buf = binary.LittleEndian.AppendUint64(buf, xxh3.HashSeed(nil, uint64(n*ppc*4+i)+1))
@@ -54,7 +54,7 @@ func digests(buf []byte, n, ppc int) []byte {
 	return buf
 }
 
-// Run makes the store and opens it a few times.
+// Run makes the store and opens it once a round.
 func (o Recovery) Run(ctx context.Context) (f RecoveryFigures, err error) {
 	if o.Chunks < recoverySlabs || o.Rounds < 1 || o.PagesPerChunk < 1 {
 		return f, fmt.Errorf("bench of %d chunks of %d pages, %d rounds: want %d or more, 1 and 1",
@@ -147,7 +147,7 @@ func (o Recovery) makeSlab(name string, index int) (l media.Layout, err error) {
 	return l, errors.Join(file.Datasync(), file.Advise(0, 0, vfs.DontNeed))
 }
 
-// readDirectories is the limit: it reads what a recovery has to read, and hashes it.
+// readDirectories is the limit: it reads the bytes that a recovery must read, and hashes them.
 func readDirectories(dir string, layouts []media.Layout) (time.Duration, error) {
 	start := time.Now()
 	errs := make([]error, 2)
@@ -211,7 +211,7 @@ func (o Recovery) open(dir string, capacity int64, f *RecoveryFigures) (err erro
 	return nil
 }
 
-// residentBytes is the memory of this process that is in use.
+// residentBytes returns the resident memory of this process.
 func residentBytes() (int64, error) {
 	b, err := os.ReadFile("/proc/self/statm")
 	if err != nil {

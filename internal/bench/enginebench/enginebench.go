@@ -1,6 +1,6 @@
-// Package enginebench measures the engine with many pages held: lookups and stores a second, the
-// latency of a long hit, memory a page. Beside each figure it measures its limit in the same run: a
-// bare loop that touches as much random memory and does nothing else.
+// Package enginebench measures the engine with many held pages: lookups and stores a second, the
+// latency of a long hit, and memory a page. Beside each figure it measures its limit in the same
+// run: a bare loop that touches as much random memory and does nothing else.
 package enginebench
 
 import (
@@ -17,38 +17,41 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// hitPages is the length of the prompts that are held, and of the long hit.
+// hitPages is the length of the stored prompts, and of the long hit.
 const hitPages = 4096
 
 // rounds is how often each hit is measured; tests measure less.
 var rounds = 1001
 
-// pageBytes is the size of a page. No byte of one is touched.
+// pageBytes is the size of a page. The bench touches no byte of a page.
 const pageBytes = 256 << 10
 
-// Figures are those of one engine.
+// Figures are the figures of one engine.
 type Figures struct {
 	Pages         int // held
 	PagesPerChunk int
 	BytesPerPage  float64 // resident, of the whole process, for each page held
 
-	// HitsUs is the microseconds of each round's lookup of 4,096 pages, all held, with a lease on
-	// each of its chunks. The prompt is another each time, and its chunks lie in random places.
+	// HitsUs is the microseconds of each round's lookup of 4,096 pages. All are held, and the
+	// lookup leases each of its chunks. Each round uses another prompt, whose chunks are at random
+	// places.
 	HitsUs []float64
-	// BareUs is the limit of HitsUs in the same round: for each chunk, its last page's index entry
-	// and its slot's cache line, which has that page's digest, read at random places of memory of
-	// the same size.
+	// BareUs is the limit of HitsUs in the same round. For each chunk it reads the index entry of
+	// the last page, and the slot's cache line with that page's digest, at random places of memory
+	// of the same size.
 	BareUs []float64
 
-	LookupsPerSecond float64 // of 4,096 pages, the leases given back each time
+	LookupsPerSecond float64 // of 4,096 pages; the leases are released each time
 	ShortPerSecond   float64 // of 64 pages
-	// by stores of 256 pages, prepared and committed, each evicting as many
+	// StorePagesPerSecond is for stores of 256 pages, prepared and committed, each with as many
+	// evictions.
 	StorePagesPerSecond float64
-	// while filling an empty engine chunk by chunk, memory touched for the first time
+	// FillPagesPerSecond is for filling an empty engine chunk by chunk, in memory touched for the
+	// first time.
 	FillPagesPerSecond float64
 }
 
-// Result has the figures of vLLM's usual chunks (16 pages) and of clients that name only whole
+// Result has the figures for vLLM's usual chunks (16 pages) and for clients that name only whole
 // chunks (1 page).
 type Result struct {
 	Chunked, Single Figures
@@ -69,7 +72,7 @@ func Run(pages int) (Result, error) {
 	return r, err
 }
 
-// random is splitmix64: fast, and any digest can be made again from its number.
+// random is splitmix64. It is fast, and makes any digest again from its number.
 func random(x uint64) uint64 {
 	x += 0x9E3779B97F4A7C15
 	x = (x ^ x>>30) * 0xBF58476D1CE4E5B9
@@ -77,7 +80,7 @@ func random(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// digests appends those of pages [from, to) of a prompt.
+// digests appends the digests of pages [from, to) of a prompt.
 func digests(buf []byte, prompt, from, to int) []byte {
 	for page := from; page < to; page++ {
 		for i := range uint64(4) {
@@ -103,7 +106,7 @@ func run(pages, ppc int) (f Figures, err error) {
 		return f, err
 	}
 	defer e.Close()
-	// Regions of at most a quarter, as an arena that has grown.
+	// Regions have at most a quarter of the slots, as in an arena that has grown.
 	chunks := f.Pages / ppc
 	for i := range 4 {
 		n := chunks*(i+1)/4 - chunks*i/4
@@ -120,8 +123,8 @@ func run(pages, ppc int) (f Figures, err error) {
 		return f, err
 	}
 
-	// Fill: chunk after chunk of all prompts, these in another order each time, so that a prompt's
-	// chunks lie anywhere.
+	// Fill: one chunk of each prompt after the other, with the prompts in another order each time,
+	// so that a prompt's chunks are at random places.
 	buf := make([]byte, 0, hitPages*32)
 	var grants []engine.Grant
 	order := make([]int, prompts)
@@ -182,7 +185,7 @@ func run(pages, ppc int) (f Figures, err error) {
 	var looking time.Duration
 	lookup := func(n int) (time.Duration, error) {
 		prompt := pick(prompts)
-		// what a message that has just arrived is: in the cache
+		// like a message that has just arrived: in the cache
 		buf = digests(buf[:0], prompt, 0, n)
 		start := time.Now()
 		got, err := e.Lookup(session, 1, 0, buf)
@@ -197,7 +200,7 @@ func run(pages, ppc int) (f Figures, err error) {
 		return took, err
 	}
 	for range rounds {
-		// In turn, so that both meet the same machine.
+		// By turns, so that both run under the same conditions.
 		took, err := lookup(hitPages)
 		if err != nil {
 			return f, err
@@ -236,7 +239,7 @@ func run(pages, ppc int) (f Figures, err error) {
 
 func microseconds(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1e3 }
 
-// bareLoop is memory of the size of the engine's tables that a lookup of whole chunks reads.
+// bareLoop has memory of the size of the engine's tables that a lookup of whole chunks reads.
 type bareLoop struct {
 	index *dax.Table[uint64]
 	slots *dax.Table[[8]uint64] // a cache line each
@@ -271,8 +274,8 @@ func (b *bareLoop) close() {
 	}
 }
 
-// run reads one entry and one slot's line n times, each from a random place that depends on nothing
-// read before.
+// run reads one entry and one slot's line n times, each at a random place that does not depend on
+// earlier reads.
 func (b *bareLoop) run(n int, seed uint64) time.Duration {
 	index, slots := b.index.Slice(), b.slots.Slice()
 	start := time.Now()
@@ -280,7 +283,7 @@ func (b *bareLoop) run(n int, seed uint64) time.Duration {
 	for i := range uint64(n) {
 		x := random(seed + i)
 		s := &slots[(x&0xFFFFFFFF)*uint64(len(slots))>>32]
-		// the last four: a digest
+		// the last four words are a digest
 		sum += index[(x>>32)*uint64(len(index))>>32] + s[0] + s[4] + s[5] + s[6] + s[7]
 	}
 	took := time.Since(start)
@@ -288,7 +291,8 @@ func (b *bareLoop) run(n int, seed uint64) time.Duration {
 	return took
 }
 
-// residentBytes is the process's anonymous resident memory, after what the Go heap can give back.
+// residentBytes returns the process's anonymous resident memory, after the Go heap has returned
+// what it can.
 func residentBytes() (int64, error) {
 	debug.FreeOSMemory()
 	status, err := os.ReadFile("/proc/self/status")

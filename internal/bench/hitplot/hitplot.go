@@ -1,4 +1,4 @@
-// Package hitplot draws what `lookaside simulate --format json` has printed.
+// Package hitplot draws the output of `lookaside simulate --format json`.
 package hitplot
 
 import (
@@ -18,8 +18,8 @@ import (
 	"lookaside/internal/simulate"
 )
 
-// styles tell up to eight policies apart, in colours that the colour-blind can tell apart as well
-// (Okabe and Ito's), and by their marks.
+// styles distinguish up to eight policies by their marks and by colours that are safe for the
+// colour-blind (Okabe and Ito's).
 var styles = []struct {
 	color color.RGBA
 	mark  draw.GlyphDrawer
@@ -60,7 +60,8 @@ func Draw(w io.Writer, format string, r simulate.Report) error {
 	return err
 }
 
-// check returns the number of results of each trace. It fails where a report cannot be drawn.
+// check returns the number of results of each trace. It returns an error if a report cannot be
+// drawn.
 func check(r simulate.Report) (each int, err error) {
 	if len(r.Traces) == 0 || len(r.Results) == 0 || len(r.Results)%len(r.Traces) != 0 {
 		return 0, fmt.Errorf("%d results of %d traces: this is no report of lookaside simulate",
@@ -139,7 +140,7 @@ func panel(t simulate.TraceReport, results []simulate.Outcome, legend bool) (*pl
 	return panel, nil
 }
 
-// ticks marks the capacities, and names those that are far enough from the last one named.
+// ticks marks the capacities, and labels those that are far enough from the last label.
 type ticks []int
 
 func (c ticks) Ticks(low, high float64) []plot.Tick {

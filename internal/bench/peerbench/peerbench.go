@@ -1,6 +1,6 @@
-// Package peerbench measures what sidecars know of each other: how long one that joins takes to
-// know all that the others hold, what it keeps for that, how many changes a second it follows, and
-// how long lookups and leases take meanwhile.
+// Package peerbench measures the knowledge of sidecars about each other: how long a joining one
+// takes to know everything that the others hold, how much memory that takes, how many changes a
+// second it follows, and how long lookups and leases take meanwhile.
 package peerbench
 
 import (
@@ -20,10 +20,10 @@ import (
 	"lookaside/tiers/peer"
 )
 
-// Options say what to measure.
+// Options selects what to measure.
 type Options struct {
-	Sidecars int           // the one that joins included; all are in this process. Default 16
-	Pages    int           // that each of the others holds, a multiple of 16. Default 1,000,000
+	Sidecars int           // including the joining one; all are in this process. Default 16
+	Pages    int           // held by each of the others, a multiple of 16. Default 1,000,000
 	Rounds   int           // joins. Default 3
 	Events   time.Duration // how long changes are followed for at each rate. Default 1 s
 	Lookups  int           // lookups and leases of each round. Default 200
@@ -31,14 +31,14 @@ type Options struct {
 
 // Figures have a value for each round, or for each lookup or lease.
 type Figures struct {
-	Held         int       // pages that the others hold together
-	JoinSeconds  []float64 // from its start until it has been told of all of them
-	BytesPerHint []float64 // of memory, for each page that it knows of
-	// pages that come or go at the others, at the highest rate of those tried that was followed; 0:
-	// none was
+	Held         int       // held by the others together
+	JoinSeconds  []float64 // from its start until it knows all of them
+	BytesPerHint []float64 // memory for each page that it knows of
+	// EventsPerSec is the highest tried rate of page changes at the others that was followed; 0:
+	// none was.
 	EventsPerSec   []float64
 	ContainsUs     []float64 // a lookup of 4,096 pages in chunks of 16, by hints
-	LeaseUs        []float64 // a lease on leasePages pages, and back
+	LeaseUs        []float64 // a lease on leasePages pages, and its return
 	ContainsBusyUs []float64 // a lookup while changes are followed
 }
 
@@ -46,8 +46,8 @@ const (
 	pagesPerChunk = 16
 	hitPages      = 4096
 	leasePages    = 256
-	pageBytes     = 4096 // none of which is touched
-	prompt        = 256  // pages of what is stored at a time
+	pageBytes     = 4096 // no byte of a page is touched
+	prompt        = 256  // pages that are stored at a time
 )
 
 func (o *Options) ensureDefaults() error {
@@ -130,7 +130,7 @@ func newSidecar(dir string, space *tiers.Space, number uint64, pages int) (s *si
 		JournalBytes: 16 << 20}); err != nil {
 		return s, err
 	}
-	// The others know little of each other: it is the one that joins that is measured.
+	// The others know little of each other: only the joining one is measured.
 	if s.peers, err = peer.Start(peer.Config{Dir: dir, Generation: number << 32, Engine: s.engine,
 		HintsLimitBytes: 1}); err != nil {
 		return s, err
@@ -143,7 +143,7 @@ func newSidecar(dir string, space *tiers.Space, number uint64, pages int) (s *si
 	if err := errors.Join(s.engine.AddOwner(1, id), s.engine.AddRegion(1, size)); err != nil {
 		return s, err
 	}
-	// What is lent needs a descriptor; nobody reads it.
+	// A region needs a descriptor to be lent. No process reads it.
 	if s.region, err = os.Create(filepath.Join(dir, fmt.Sprint("region-", number))); err != nil {
 		return s, err
 	}
@@ -166,7 +166,8 @@ func (s *sidecar) close() {
 	}
 }
 
-// digests appends those of a prompt's pages: random numbers that depend on nothing else.
+// digests appends the digests of a prompt's pages: random numbers that depend only on the
+// arguments.
 func digests(out []byte, sidecar, label uint64, pages int) []byte {
 	for i := range pages {
 		for w := range uint64(4) {
@@ -200,7 +201,7 @@ func (s *sidecar) fill(pages int) error {
 	return err
 }
 
-// run is pages that a sidecar holds of late.
+// run returns pages that a sidecar has stored recently.
 func (s *sidecar) run(space *tiers.Space, pages int) tiers.Run {
 	r := tiers.Run{Space: space}
 	for label := s.stored - uint64((pages+prompt-1)/prompt); label < s.stored; label++ {
@@ -239,12 +240,12 @@ func (o *Options) round(ctx context.Context, dir string, space *tiers.Space, oth
 		f)); err != nil {
 		return err
 	}
-	st = p.Status() // its table has done growing
+	st = p.Status() // its table does not grow any more
 	f.BytesPerHint = append(f.BytesPerHint, float64(st.HintBytes)/float64(st.HintPages))
 	return nil
 }
 
-// complete says whether all the others have told of all that they hold.
+// complete reports whether all the others have sent everything that they hold.
 func complete(p *peer.Peers, others int) bool {
 	n := 0
 	for _, l := range p.Status().Lenders {
@@ -292,15 +293,15 @@ func (o *Options) lookups(ctx context.Context, p *peer.Peers, space *tiers.Space
 		if pages == leasePages {
 			f.LeaseUs = append(f.LeaseUs, took)
 			i++
-		} else if err := wait(ctx, time.Millisecond); err != nil { // its region is on its way
+		} else if err := wait(ctx, time.Millisecond); err != nil { // its region has not arrived yet
 			return err
 		}
 	}
 	return nil
 }
 
-// events has the others change faster and faster, each rate for a while, until that is not followed
-// any more.
+// events makes the others change faster and faster, each rate for a while, until the joining one
+// does not follow any more.
 func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space, others []*sidecar,
 	f *Figures) error {
 	if o.Events == 0 {
@@ -313,7 +314,7 @@ func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space,
 		before, changed := p.Status(), changes(others)
 		start := time.Now()
 		end := start.Add(o.Events)
-		// of each, a prompt that evicts another
+		// each stores a prompt that evicts another
 		every := time.Duration(float64(time.Second) * 2 * prompt * float64(len(others)) / rate)
 		errs := make([]error, len(others))
 		var wg sync.WaitGroup
@@ -342,7 +343,7 @@ func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space,
 		after := p.Status()
 		if took > 3*o.Events/2 || after.Resyncs > before.Resyncs ||
 			after.HintsHeard-before.HintsHeard < made*99/100 {
-			break // not followed, or not even made in time
+			break // not followed, or not even produced in time
 		}
 		best = float64(made) / took.Seconds()
 	}
@@ -352,7 +353,7 @@ func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space,
 
 const (
 	firstRate = 10_000.0 // changes a second
-	// grace is what a follower may be behind by.
+	// grace is how far a follower may be behind.
 	grace = 100 * time.Millisecond
 )
 

@@ -14,8 +14,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// A bareReader reads a file as fast as it can: workers, each with a piece under way, nothing
-// checked.
+// A bareReader reads a file as fast as it can. Each of its workers has one piece under way, and
+// nothing is checked.
 type bareReader struct {
 	o      Options
 	file   vfs.File
@@ -53,7 +53,7 @@ func newBareReader(dir string, size int64, o Options, kind dax.Kind) (_ *bareRea
 	return b, nil
 }
 
-// each moves the file in pieces.
+// each calls move for each piece of the file.
 func (b *bareReader) each(move func([]byte, int64) (int, error)) error {
 	var next atomic.Int64
 	var wg sync.WaitGroup
@@ -80,7 +80,7 @@ func (b *bareReader) each(move func([]byte, int64) (int, error)) error {
 
 // read reads the file once and returns how long that took.
 func (b *bareReader) read() (time.Duration, error) {
-	if !b.direct { // or it would come from memory
+	if !b.direct { // else the bytes would come from memory
 		_ = b.file.Advise(0, 0, vfs.DontNeed)
 	}
 	start := time.Now()

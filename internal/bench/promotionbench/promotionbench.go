@@ -1,5 +1,5 @@
-// Package promotionbench measures how long a lookup takes whose prefix is on disk only, against
-// reading as many bytes of the same disk.
+// Package promotionbench measures how long a lookup takes whose prefix is only on disk. The limit
+// is reading as many bytes of the same disk.
 package promotionbench
 
 import (
@@ -20,31 +20,31 @@ import (
 	"lookaside/sidecar/settings"
 )
 
-// Options say what to measure.
+// Options selects what to measure.
 type Options struct {
 	Dir           string // on the disk to be measured
 	Bytes         int64  // of the prefix
 	PageBytes     int64
 	PagesPerChunk int
-	Workers       int   // reads under way at a time
+	Workers       int   // concurrent reads
 	PieceBytes    int64 // of one read of the bare loop
 	Rounds        int
 }
 
-// Figures are what was measured: one value a round.
+// Figures holds the measurements, one value a round.
 type Figures struct {
-	LookupSeconds []float64 // from asking to the answer, with the prefix on disk only
-	BareSeconds   []float64 // that reading as many bytes takes with nothing around it
-	ArenaSeconds  []float64 // from asking to the answer, with the prefix in the arena
+	LookupSeconds []float64 // from request to reply, with the prefix only on disk
+	BareSeconds   []float64 // reading as many bytes with nothing around it
+	ArenaSeconds  []float64 // from request to reply, with the prefix in the arena
 	CPUSeconds    []float64 // of the sidecar's process during the lookup
-	Bytes         int64     // that a round reads
-	Direct        bool      // whether the bare loop went around the page cache
+	Bytes         int64     // read in a round
+	Direct        bool      // whether the bare loop bypassed the page cache
 	Kind          dax.Kind  // of the memory that both read into
 }
 
-// Run stores a prefix, waits until it is on a disk tier, clears the arena and asks for the prefix
-// over the lookup socket, again and again. In between it reads as many bytes of a file on the same
-// disk, in pieces of the same size.
+// Run stores a prefix and waits until it is on a disk tier. Then, in each round, it clears the
+// arena and looks the prefix up over the lookup socket. In between it reads as many bytes of a file
+// on the same disk, in pieces of the same size.
 func Run(ctx context.Context, o Options, log *zap.Logger) (f Figures, err error) {
 	dir, err := os.MkdirTemp("", "la-bench-")
 	if err != nil {
@@ -100,7 +100,7 @@ func Run(ctx context.Context, o Options, log *zap.Logger) (f Figures, err error)
 	}
 	defer func() { err = errors.Join(err, bare.close()) }()
 	f.Direct = bare.direct
-	if _, err := bare.read(); err != nil { // the first one finds the disk asleep
+	if _, err := bare.read(); err != nil { // the first read may find the disk asleep
 		return f, err
 	}
 	for round := range o.Rounds {
@@ -114,7 +114,8 @@ func Run(ctx context.Context, o Options, log *zap.Logger) (f Figures, err error)
 	return f, nil
 }
 
-// config is that of a sidecar with one disk tier below an arena that holds the whole prefix.
+// config returns the configuration of a sidecar with one disk tier below an arena that holds the
+// whole prefix.
 func config(dir, data string, o Options, chunks int64) (settings.Config, error) {
 	chunkBytes := o.PageBytes * int64(o.PagesPerChunk)
 	bytes := chunks * chunkBytes
@@ -191,7 +192,7 @@ func (f *Figures) round(ctx context.Context, dir string, p *prefixes.Prefix,
 	return nil
 }
 
-// processTime is the CPU time that this process has taken.
+// processTime returns the CPU time that this process has used.
 func processTime() float64 {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {

@@ -1,5 +1,5 @@
-// Package remotebench measures chunks on their way to a Redis server and back against a bare loop
-// of the same client that moves the same values.
+// Package redisbench measures how fast chunks go to a Redis server and back. The limit is a bare
+// loop of the same client that moves the same values.
 package redisbench
 
 import (
@@ -23,14 +23,14 @@ import (
 	"lookaside/tiers/remote"
 )
 
-// Options says what to move.
+// Options selects what to move.
 type Options struct {
 	Server      string // host:port of a Redis server without a password. Default: one is started
 	ChunkBytes  int64
-	Bytes       int64 // moved a round and way
-	Concurrency int   // calls at a time
+	Bytes       int64 // moved in each round and direction
+	Concurrency int   // concurrent calls
 	Batch       int   // chunks of one call
-	Split       int64 // as the tier's setting
+	Split       int64 // like the tier's setting
 	Serde       string
 	Rounds      int
 }
@@ -42,7 +42,7 @@ type Figures struct {
 
 const pagesPerChunk = 16
 
-// Server starts a redis-server that keeps nothing on disk, on a port of this machine. stop ends it.
+// Server starts a redis-server without persistence on a port of this machine. stop ends it.
 func Server(ctx context.Context) (addr string, stop func(), err error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -81,7 +81,7 @@ func Server(ctx context.Context) (addr string, stop func(), err error) {
 	}
 }
 
-// Run moves chunks to a server and back, the bare loop as many in between.
+// Run moves chunks to a server and back, and the same number with the bare loop in between.
 func (o Options) Run(ctx context.Context) (f Figures, err error) {
 	n := int(o.Bytes/o.ChunkBytes) / o.Concurrency * o.Concurrency
 	if n < 1 || o.Rounds < 1 || o.Batch < 1 || o.ChunkBytes%pagesPerChunk != 0 {
@@ -118,7 +118,7 @@ func (o Options) Run(ctx context.Context) (f Figures, err error) {
 			move func(context.Context, int) error
 			to   *[]float64
 		}{{m.put, &f.Put}, {m.barePut, &f.BarePut}, {m.get, &f.Get}, {m.bareGet, &f.BareGet}}
-		if round%2 == 1 { // who is first takes turns
+		if round%2 == 1 { // the order alternates
 			moves[0], moves[1], moves[2], moves[3] = moves[1], moves[0], moves[3], moves[2]
 		}
 		for _, x := range moves {
@@ -153,8 +153,7 @@ type mover struct {
 	space *tiers.Space
 }
 
-// time moves n chunks, of which each of Concurrency goroutines gets its share in batches, and
-// answers GB/s.
+// time moves n chunks and returns GB/s. Each of Concurrency goroutines moves its share in batches.
 func (m *mover) time(ctx context.Context, move func(ctx context.Context, from int) error) (float64,
 	error) {
 	var failed atomic.Pointer[error]
@@ -182,13 +181,13 @@ func (m *mover) time(ctx context.Context, move func(ctx context.Context, from in
 	return float64(m.n) * float64(m.o.ChunkBytes) / took.Seconds() / 1e9, nil
 }
 
-// bytes is where a chunk lies: as many lie apart as are moved at a time.
+// bytes returns the memory of a chunk. Chunks that move at the same time do not share memory.
 func (m *mover) bytes(i int) []byte {
 	at := int64(i%(m.o.Concurrency*m.o.Batch)) * m.o.ChunkBytes
 	return m.arena[at : at+m.o.ChunkBytes]
 }
 
-// run is the run of a chunk. Its digests are as distinct as real ones.
+// run returns the run of a chunk. Its digests are as distinct as real ones.
 func (m *mover) run(i int) tiers.Run {
 	rnd := rand.NewPCG(uint64(i), 1)
 	h := make([]byte, 0, pagesPerChunk*32)
@@ -246,7 +245,7 @@ func (m *mover) bareGet(ctx context.Context, from int) error {
 	return nil
 }
 
-// clean removes all that was stored.
+// clean removes everything that was stored.
 func (m *mover) clean(ctx context.Context) error {
 	_, err := m.tier.Clear(ctx, m.space.Fingerprint)
 	for i := range m.n {
