@@ -23,22 +23,23 @@ type ArenaConfig struct {
 	Kind            dax.Kind
 	Initial         int64 // never above Limit
 	Step            int64
-	GrowAt          float64 // fraction of the arena's slots that are taken
+	GrowAt          float64 // part of the arena's slots that are in use
 	Path            string  // only for dax.KindFile: the directory of the backing files
 	NUMA            string  // "none", "auto" or a node's number
 	PopulateThreads int     // 0: one a CPU
 	Eviction        string  // name of a policy
 	LowWater        float64 // fraction of the slots
-	CheckRate       int64   // bytes a second; 0: what is in the arena is not checked
+	CheckRate       int64   // bytes a second; 0: the arena is not checked
 	CheckEvery      time.Duration
-	// only for KindDAX, which uses of the others Kind, Eviction, LowWater, CheckRate and CheckEvery
+	// DAX is only for KindDAX. Of the other fields KindDAX uses Kind, Eviction, LowWater, CheckRate
+	// and CheckEvery.
 	DAX DAXDevices
 }
 
-// Regions is how many regions an arena of memory has at its limit.
+// Regions returns how many regions an arena of memory has at its limit.
 func (a *ArenaConfig) Regions() int64 { return 1 + (a.Limit-a.Initial+a.Step-1)/a.Step }
 
-// maxRegions bounds the regions of an arena: the engine names a slot's region in a few bits.
+// maxRegions bounds the regions of an arena. The engine has only a few bits for a region's number.
 const maxRegions = 60
 
 var arenaSettings = []Setting{
@@ -170,16 +171,16 @@ var arenaSettings = []Setting{
 	},
 }
 
-// A use says for which arenas a setting is.
+// A use selects the kinds of arenas that a setting is for.
 type use uint8
 
 const (
 	everywhere use = iota
-	onlyOnDAX      // and an error with arenas of another kind
-	neverOnDAX     // and an error there
+	onlyOnDAX      // an error with arenas of another kind
+	neverOnDAX     // an error with an arena on DAX
 )
 
-// complete fills in what follows from the limit, and checks the kind's own settings.
+// complete sets the fields that follow from the limit, and checks the kind's own settings.
 func (a *ArenaConfig) complete() error {
 	if a.Kind == KindDAX {
 		if err := a.DAX.check("arena."); err != nil {
@@ -210,8 +211,8 @@ func (a *ArenaConfig) complete() error {
 	return nil
 }
 
-// fits refuses settings that were given and do not go with the arena's kind: who sets them expects
-// something that would not happen.
+// fits refuses given settings that do not apply to the arena's kind. Ignoring them would hide that
+// they have no effect.
 func (c *ArenaConfig) fits(given []Setting) error {
 	for _, s := range given {
 		switch on := c.Kind == KindDAX; {
@@ -225,15 +226,14 @@ func (c *ArenaConfig) fits(given []Setting) error {
 	return nil
 }
 
-// isDefault reports whether a setting of the arena on DAX, which was given, has no more than its
-// default.
+// isDefault reports whether a given setting of an arena on DAX still has its default.
 func (s Setting) isDefault(c *ArenaConfig) bool {
 	with := Config{Arena: *c}
 	return s.Default != "" && !s.derived && s.set(&with, s.Default) == nil &&
 		reflect.DeepEqual(with.Arena.DAX, c.DAX)
 }
 
-// whyNeverOnDAX says why a setting is of no use for an arena on DAX.
+// whyNeverOnDAX has the reason why a setting does not apply to an arena on DAX.
 var whyNeverOnDAX = map[string]string{
 	"arena.limit":            "such an arena is as large as its devices, whose sizes are set as DEVICE:SIZE in arena.devices",
 	"arena.initial":          "such an arena has all of its devices from the start",
@@ -244,8 +244,8 @@ var whyNeverOnDAX = map[string]string{
 	"arena.populate_threads": "the memory of a device is there, and need not be faulted in by the sidecar",
 }
 
-// checkDevices refuses devices that the arena and a tier both want: the one that is opened later
-// would find this very process in its way.
+// checkDevices refuses devices that both the arena and a tier name. The one opened later would find
+// the device locked by this process.
 func (c *Config) checkDevices() error {
 	if c.Arena.Kind != KindDAX {
 		return nil
@@ -268,8 +268,8 @@ func (c *Config) checkDevices() error {
 	return nil
 }
 
-// overlap reports whether two parts of a device have bytes in common. A size of 0 is all that
-// follows the offset.
+// overlap reports whether two parts of a device have bytes in common. A size of 0 means everything
+// from the offset on.
 func overlap(at, size, otherAt, otherSize int64) bool {
 	before := func(at, size, next int64) bool {
 		return size > 0 && at <= math.MaxInt64-size && at+size <= next

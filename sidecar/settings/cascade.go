@@ -2,7 +2,7 @@ package settings
 
 import "time"
 
-// CascadeConfig says how chunks are written to the tiers.
+// CascadeConfig configures how chunks are written to the tiers.
 type CascadeConfig struct {
 	PartialDelay time.Duration
 }

@@ -61,7 +61,7 @@ func shownDefault(def string, derived bool) string {
 	return "`" + def + "`"
 }
 
-// tiersDoc writes the part of docs/configuration.md that is about tiers.
+// tiersDoc writes the part of docs/configuration.md about tiers.
 func tiersDoc(b *strings.Builder) {
 	b.WriteString(`## tiers
 

@@ -12,7 +12,8 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// EventsConfig has what the arena holds published, as vLLM publishes what its own cache holds.
+// EventsConfig configures the events that publish what the arena holds, in the form of vLLM's own
+// events.
 type EventsConfig struct {
 	Endpoint       string // empty: not published
 	Bind           string // auto, true or false
@@ -24,13 +25,13 @@ type EventsConfig struct {
 	HWM            int
 	Interval       time.Duration
 	DPRank         uint32
-	Journal        int64 // bytes; 0: nobody can follow
+	Journal        int64 // bytes; 0: there are no followers
 }
 
 // Binds reports whether the sidecar listens at the endpoint.
 func (c *EventsConfig) Binds() bool {
 	if c.Bind == "auto" {
-		// vLLM's rule.
+		// this is vLLM's rule
 		return strings.Contains(c.Endpoint, "*") || strings.Contains(c.Endpoint, "::") ||
 			strings.HasPrefix(c.Endpoint, "ipc://")
 	}
@@ -152,7 +153,7 @@ func checkEventsEndpoint(v string) error {
 	return fmt.Errorf("%q is neither tcp://HOST:PORT nor ipc://PATH", v)
 }
 
-// check refuses settings that need others which are not set.
+// check refuses settings that need others which are missing.
 func (c *EventsConfig) check() error {
 	switch {
 	case c.ReplayEndpoint != "" && c.Endpoint == "":

@@ -17,7 +17,7 @@ func AddFlags(fs *pflag.FlagSet, keys ...string) {
 		if len(keys) == 0 || slices.Contains(keys, s.Key) {
 			f := fs.VarPF(&settingFlag{kind: s.valueName()}, s.Flag(), "", s.usage())
 			if s.Unit == boolUnit {
-				f.NoOptDefVal = "true" // it needs no value, and what follows it is none
+				f.NoOptDefVal = "true" // it needs no value, so the next argument is not its value
 			}
 		}
 	}
@@ -27,13 +27,13 @@ func AddFlags(fs *pflag.FlagSet, keys ...string) {
 	fs.SortFlags = false
 }
 
-// MainFlags are the names of the flags that most sidecars need no others than.
+// MainFlags returns the names of the flags that are enough for most sidecars.
 func MainFlags() []string {
 	return []string{"config", "runtime-dir", "arena-limit", TierDAX, TierDisk, TierRedis, TierS3,
 		"admin-listen"}
 }
 
-// settingFlag is the value of a setting's flag. What is right for it is decided by Load.
+// settingFlag is the value of a setting's flag. Load checks it.
 type settingFlag struct{ text, kind string }
 
 // String implements pflag.Value.
@@ -45,13 +45,13 @@ func (f *settingFlag) Set(v string) error {
 	return nil
 }
 
-// Type implements pflag.Value: it is what the help calls the value.
+// Type implements pflag.Value. It returns the help's name for the value.
 func (f *settingFlag) Type() string { return f.kind }
 
-// valueName is what the help calls the setting's value: its unit, if that is short.
+// valueName returns the help's name for the setting's value: its unit, if that is short.
 func (s Setting) valueName() string {
 	if s.Unit == boolUnit {
-		return "bool" // which the help does not show
+		return "bool" // the help does not show it
 	}
 	name, _, _ := strings.Cut(s.Unit, " (")
 	if name, _, _ = strings.Cut(name, ", such as "); len(name) > 20 || strings.Contains(name, ",") {
@@ -60,7 +60,7 @@ func (s Setting) valueName() string {
 	return name
 }
 
-// usage is the help text of the setting's flag.
+// usage returns the help text of the setting's flag.
 func (s Setting) usage() string {
 	def := s.Default
 	if def == "" {

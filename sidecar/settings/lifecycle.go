@@ -2,7 +2,7 @@ package settings
 
 import "time"
 
-// LifecycleConfig says how a sidecar ends.
+// LifecycleConfig configures how a sidecar ends.
 type LifecycleConfig struct {
 	IdleExit time.Duration // 0: never
 	Drain    time.Duration

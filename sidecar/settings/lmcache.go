@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// LMCacheConfig turns on LMCache's lookup messages; both endpoints or none.
+// LMCacheConfig turns on LMCache's lookup messages. Both endpoints must be set, or neither.
 type LMCacheConfig struct {
 	WorkerEndpoint    string
 	SchedulerEndpoint string

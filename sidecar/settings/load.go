@@ -15,10 +15,10 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// Load reads the settings of the YAML file (flag --config, else environment LOOKASIDE_CONFIG, else
-// none), the environment and the flags of fs, each overriding the one before; of the tiers, all
-// that one names take the place of all that one before it named. fs may be nil: no flags. An
-// unknown name is an error that says which right one is nearest.
+// Load reads the settings from the YAML file (flag --config, else environment LOOKASIDE_CONFIG,
+// else none), the environment and the flags of fs. Each source overrides the one before. The tiers
+// of one source replace all tiers of the sources before it. fs may be nil: no flags. An unknown
+// name is an error that contains the nearest right one.
 func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 	k := koanf.New(".")
 	var entries []tierEntry
@@ -81,7 +81,7 @@ func loadFlags(k *koanf.Koanf, fs *pflag.FlagSet) error {
 	return nil
 }
 
-// Parse reads the settings of a YAML text alone, as Load reads those of a file. The name is for
+// Parse reads the settings only from a YAML text, as Load reads those of a file. The name is for
 // errors.
 func Parse(name string, text []byte, environ []string) (Config, error) {
 	k := koanf.New(".")
@@ -92,7 +92,7 @@ func Parse(name string, text []byte, environ []string) (Config, error) {
 	return settle(k, entries, environ)
 }
 
-// settle makes a configuration of what the sources say.
+// settle makes a configuration from the merged sources.
 func settle(k *koanf.Koanf, entries []tierEntry, environ []string) (Config, error) {
 	c := Defaults()
 	var given []Setting
@@ -100,8 +100,8 @@ func settle(k *koanf.Koanf, entries []tierEntry, environ []string) (Config, erro
 		if !k.Exists(s.Key) {
 			continue
 		}
-		// k holds strings from flags and the environment, scalars and lists that loadYAML has made
-		// strings of from YAML.
+		// k holds strings from flags and the environment. loadYAML has turned scalars and lists of
+		// YAML into strings.
 		v := fmt.Sprint(k.Get(s.Key))
 		if v == "" && s.derived {
 			continue
@@ -192,12 +192,13 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 	return err
 }
 
-// looksLikeSetting reports whether an environment variable that is no setting was meant to be one:
-// it names a section, or is a few letters from a setting. Other variables with our prefix belong to
-// other parts, such as the Python package, whose environment a sidecar that it starts inherits.
+// looksLikeSetting reports whether an unknown environment variable was meant to be a setting: it
+// contains the name of a section, or is a few letters from a setting. Other variables with our
+// prefix belong to other parts, such as the Python package, whose environment a sidecar inherits if
+// it started the sidecar.
 func looksLikeSetting(name string) bool {
 	for _, kind := range tierKinds {
-		// One letter only: these names are short, and so are others'.
+		// Only one letter: these names are short, and so are other programs'.
 		if d := levenshtein.ComputeDistance(name, TierEnv(kind)); d == 1 {
 			return true
 		} else if d == 0 {
@@ -214,8 +215,8 @@ func looksLikeSetting(name string) bool {
 	return false
 }
 
-// Complete fills in the settings that depend on others and on environ, and checks what concerns
-// several at once.
+// Complete sets the settings that depend on others and on environ, and checks the rules that
+// concern several settings.
 func (c Config) Complete(environ []string) (Config, error) {
 	for _, complete := range []func() error{
 		func() error { return c.Runtime.complete(environ) },

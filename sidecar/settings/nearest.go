@@ -19,17 +19,17 @@ func settingNames(form func(Setting) string) []string {
 
 func (s Setting) key() string { return s.Key }
 
-// unknown is an error that begins with what and says which of names is nearest to got.
+// unknown returns an error that begins with what and contains the name nearest to got.
 func unknown(what, got, prefix string, names []string) error {
 	return fmt.Errorf("%s; the nearest is %q", what, prefix+Nearest(got, names))
 }
 
-// Nearest returns the one of names that got was probably meant to be.
+// Nearest returns the name that got was probably meant to be.
 func Nearest(got string, names []string) string {
 	best, distance := "", len(got)+64
 	for _, name := range names {
 		d := levenshtein.ComputeDistance(strings.ToLower(got), strings.ToLower(name))
-		// A name without its section is the commonest slip.
+		// The most common mistake is a name without its section.
 		if i := strings.IndexAny(name, ".-"); i >= 0 && strings.EqualFold(name[i+1:], got) {
 			d = 1
 		}
@@ -40,7 +40,7 @@ func Nearest(got string, names []string) string {
 	return best
 }
 
-// nearestOf is nil if v is one of choices, or an error that names the nearest.
+// nearestOf returns nil if v is one of choices, else an error with the nearest one.
 func nearestOf(v string, choices []string) error {
 	if slices.Contains(choices, v) {
 		return nil

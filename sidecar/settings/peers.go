@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// PeersConfig has sidecars of one host share what they hold.
+// PeersConfig configures what sidecars of one host share.
 type PeersConfig struct {
 	Enabled    bool
 	Dir        string // empty: beside runtime.dir
@@ -57,8 +57,8 @@ var peersSettings = []Setting{
 	},
 }
 
-// complete fills in the directory: that of runtimeDir, where sidecars find each other that name no
-// other.
+// complete sets the directory, if none is given, to that of runtimeDir. There sidecars find each
+// other without a setting.
 func (c *PeersConfig) complete(runtimeDir string) error {
 	if c.Dir == "" {
 		c.Dir = filepath.Dir(runtimeDir)

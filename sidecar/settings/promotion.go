@@ -1,6 +1,6 @@
 package settings
 
-// PromotionConfig limits promotions, which bring chunks from the tiers into the arena.
+// PromotionConfig limits promotions, which load chunks from tiers into the arena.
 type PromotionConfig struct {
 	Share float64 // fraction of the slots
 }

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// RuntimeConfig says where the sidecar's sockets are.
+// RuntimeConfig configures the directory of the sidecar's sockets.
 type RuntimeConfig struct {
 	Dir string // the endpoint: an absolute path of a directory that the sidecar owns
 }
@@ -22,7 +22,7 @@ var runtimeSettings = []Setting{
 	},
 }
 
-// DefaultDir is the endpoint that a sidecar uses, and a client looks for, when none is named.
+// DefaultDir returns the endpoint that a sidecar uses, and a client looks for, if none is named.
 func DefaultDir(environ []string) string {
 	base := "/tmp"
 	for _, e := range environ {
@@ -33,7 +33,7 @@ func DefaultDir(environ []string) string {
 	return filepath.Join(base, "lookaside-"+strconv.Itoa(os.Getuid()), "rank-0")
 }
 
-// complete fills in the default directory.
+// complete sets the default directory.
 func (c *RuntimeConfig) complete(environ []string) error {
 	if c.Dir == "" {
 		c.Dir = DefaultDir(environ)

@@ -1,6 +1,6 @@
-// Package settings has what a user may set of a sidecar: where a value may come from (a YAML file,
-// the environment, flags), what each setting means, and its page in docs. One file has one section
-// of that page: the struct that the sidecar reads, and the table of its settings.
+// Package settings has the settings of a sidecar: their sources (a YAML file, the environment,
+// flags), their meanings, and their page in docs. Each file has one section of that page: the
+// struct that the sidecar reads, and the table of its settings.
 //
 // A [Config] is a plain struct. [Load] and [Parse] make one that is complete and checked.
 package settings
@@ -17,9 +17,9 @@ const EnvPrefix = "LOOKASIDE_"
 // EnvConfigFile names the YAML file when the --config flag does not.
 const EnvConfigFile = EnvPrefix + "CONFIG"
 
-// Config is what one sidecar runs with. The zero value is not usable: start from [Defaults] or
-// [Load]. Meaning, unit and default of each field are in [All], which is also where the
-// command's help and docs/configuration.md come from.
+// Config configures one sidecar. The zero value is not usable: start from [Defaults] or [Load].
+// [All] has the meaning, unit and default of each field; the command's help and
+// docs/configuration.md are made from it.
 type Config struct {
 	Runtime   RuntimeConfig
 	Arena     ArenaConfig
@@ -37,17 +37,16 @@ type Config struct {
 	Lifecycle LifecycleConfig
 }
 
-// A Setting is one thing that a user may set. It is the only place where its meaning, unit and
-// default are written.
+// A Setting is one setting of a sidecar. Its meaning, unit and default are written only here.
 type Setting struct {
 	Key     string // as in the YAML file: section.name
-	Default string // as a user would write it; may name another setting where it depends on one
+	Default string // as a user would write it; it may name another setting that it depends on
 	Unit    string // what the value counts, or its form
 	Meaning string
 
 	derived bool // Default is a rule that Load applies, not a value
 	list    bool // in YAML it may be a list of devices
-	onDAX   use  // whether it is of use for an arena on DAX
+	onDAX   use  // which kinds of arenas it is for
 	set     func(*Config, string) error
 }
 
@@ -64,15 +63,15 @@ func (s Setting) Flag() string {
 	return strings.NewReplacer(".", "-", "_", "-").Replace(s.Key)
 }
 
-// All returns every setting, in the order in which they are documented.
+// All returns every setting, in the order of the document.
 func All() []Setting { return slices.Clone(settings) }
 
 var settings = slices.Concat(runtimeSettings, arenaSettings, lookupSettings, promotionSettings,
 	cascadeSettings, sessionsSettings, spacesSettings, lmcacheSettings, eventsSettings,
 	peersSettings, adminSettings, logSettings, lifecycleSettings)
 
-// Defaults returns the configuration that an empty file, environment and command line give. The
-// derived settings are filled in by [Config.Complete].
+// Defaults returns the configuration of an empty file, environment and command line.
+// [Config.Complete] sets the derived settings.
 func Defaults() Config {
 	var c Config
 	for _, s := range settings {

@@ -12,8 +12,8 @@ import (
 	"lookaside/tiers/serde"
 )
 
-// The kinds of tiers. Each is also the name of a flag, and in capitals the end of the name of an
-// environment variable.
+// These are the kinds of tiers. Each is also the name of a flag and, in capitals, the end of the
+// name of an environment variable.
 const (
 	TierDAX   = "dax"
 	TierDisk  = "disk"
@@ -21,39 +21,39 @@ const (
 	TierS3    = "s3"
 )
 
-// tierKinds lists all, those first that are mostly nearer.
+// tierKinds lists all kinds, usually the nearest first.
 var tierKinds = []string{TierDAX, TierDisk, TierRedis, TierS3}
 
-// localKinds are those whose tiers know from memory what they hold.
+// localKinds are the kinds whose tiers know from memory what they hold.
 var localKinds = []string{TierDAX, TierDisk}
 
 // Local reports whether the tier knows from memory what it holds.
 func (c *TierConfig) Local() bool { return slices.Contains(localKinds, c.Kind) }
 
-// TierConfig is one tier below the arena. What the fields mean is in [OfTiers]. Only the part
-// of its Kind is used.
+// TierConfig configures one tier below the arena. [OfTiers] has the meaning of the fields. Only the
+// part of its Kind is used.
 type TierConfig struct {
 	Kind          string // dax, disk, redis or s3
 	Name          string // unique
 	Admit         engine.Admission
 	Queue         int // chunks
 	Workers       int
-	LookupTimeout time.Duration // not for devices and disks, which answer from memory
+	LookupTimeout time.Duration // not for devices and disks, whose lookups read only memory
 	LoadTimeout   time.Duration
 	StoreTimeout  time.Duration
 	DAX           DAXConfig
 	Disk          DiskConfig
-	Redis         remote.RedisOptions // but for what the URL says, zero fields are its defaults
+	Redis         remote.RedisOptions // zero fields are its defaults, except those from the URL
 	S3            remote.S3Options
 
 	source string // where it was set, for errors
 }
 
-// A TierSetting is one key of an entry of the list tiers. It is the only place where its meaning,
-// unit and default are written.
+// A TierSetting is one key of an entry of the list tiers. Its meaning, unit and default are written
+// only here.
 type TierSetting struct {
 	Key     string
-	Kinds   []string // that have it
+	Kinds   []string // the kinds that have this key
 	Default string   // as a user would write it; "" is unset
 	Unit    string
 	Meaning string
@@ -63,11 +63,11 @@ type TierSetting struct {
 	set      func(*TierConfig, string) error
 }
 
-// OfTiers returns every key of a tier, in the order in which they are documented. A key may be
-// there more than once, with other kinds.
+// OfTiers returns every key of a tier, in the order of the document. A key may appear more than
+// once, with different kinds.
 func OfTiers() []TierSetting { return slices.Clone(tierSettings) }
 
-// admissions are the names of all, in their order.
+// admissions returns the names of all admissions, in their order.
 func admissions() (names []string) {
 	for a := engine.AdmitStored; a <= engine.AdmitNever; a++ {
 		names = append(names, a.String())
@@ -107,7 +107,7 @@ var commonTierSettings = []TierSetting{
 	{
 		Key: "kind", Kinds: tierKinds, Unit: "dax, disk, redis or s3", required: true,
 		Meaning: "What the tier is.",
-		// it decided which settings there are
+		// setKind has read it already
 		set: func(*TierConfig, string) error { return nil },
 	},
 	{
@@ -190,7 +190,7 @@ func serdeSetting(kind string, field func(*TierConfig) *string) TierSetting {
 		lossyMeaning(), serde.Names(), field)
 }
 
-// lossyMeaning says which codecs change what they carry.
+// lossyMeaning describes which codecs change the values they carry.
 func lossyMeaning() string {
 	var lossy []string
 	for _, name := range serde.Names() {

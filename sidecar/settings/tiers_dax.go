@@ -9,10 +9,10 @@ import (
 	"lookaside/tiers/policy"
 )
 
-// DAXConfig is what a tier of DAX devices has beside what all tiers have.
+// DAXConfig has the settings that only a tier of DAX devices has.
 type DAXConfig struct {
 	DAXDevices
-	Size           int64 // bytes of those without a size of their own; 0: all
+	Size           int64 // bytes of devices without a size of their own; 0: all
 	RestoreWorkers int
 	MaxRegions     int
 	StoreWorkers   int
@@ -20,7 +20,7 @@ type DAXConfig struct {
 	Eviction       string
 }
 
-// DAXDevices is what a tier and an arena on DAX devices have in common.
+// DAXDevices has the settings that a tier and an arena on DAX devices share.
 type DAXDevices struct {
 	Devices     []DAXDevice
 	Offset      int64 // bytes
@@ -33,10 +33,10 @@ type DAXDevices struct {
 // DAXDevice is a device of a tier or of the arena.
 type DAXDevice struct {
 	Path string // absolute
-	Size int64  // bytes; 0: for a tier see DAXConfig.Size, else all
+	Size int64  // bytes; 0: the tier's DAXConfig.Size, else all
 }
 
-// maxRanks is more than any host has workers.
+// maxRanks is more than the workers of any host.
 const maxRanks = 1024
 
 var daxSettings = []TierSetting{
@@ -124,7 +124,7 @@ func (c *DAXDevices) add(v string) error {
 	return nil
 }
 
-// check checks what concerns several settings of devices, whose names begin with at.
+// check checks rules that concern several settings of devices. Their names begin with at.
 func (c *DAXDevices) check(at string) error {
 	switch {
 	case len(c.Devices) == 0 && !c.HotPlug:

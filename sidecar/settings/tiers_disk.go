@@ -10,7 +10,7 @@ import (
 	"lookaside/tiers/policy"
 )
 
-// DiskConfig is what a disk tier has beside what all tiers have.
+// DiskConfig has the settings that only a disk tier has.
 type DiskConfig struct {
 	Paths    []string // absolute
 	Capacity int64    // bytes
@@ -55,7 +55,7 @@ var diskSettings = []TierSetting{
 	},
 }
 
-// check checks what concerns several keys.
+// check checks rules that concern several keys.
 func (c *DiskConfig) check() error {
 	if c.Slab > c.Capacity {
 		return fmt.Errorf("slab is %s, above capacity, %s", bytesize.Format(c.Slab),

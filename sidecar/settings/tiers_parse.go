@@ -12,14 +12,15 @@ import (
 	"lookaside/tiers/serde"
 )
 
-// A tierEntry is one tier as a source names it, before it is understood.
+// A tierEntry is one tier as a source names it, before it is parsed.
 type tierEntry struct {
-	source string      // names the place, for errors
+	source string      // names the source, for errors
 	keys   [][2]string // key and value, in the order of the source
-	err    error       // it was not of the short form
+	err    error       // set if a short form could not be parsed
 }
 
-// parseTier returns the tier that an entry describes. Errors name the place, the tier and the key.
+// parseTier returns the tier that an entry describes. Errors contain the source, the tier and the
+// key.
 func parseTier(e tierEntry) (TierConfig, error) {
 	c := TierConfig{source: e.source}
 	err := e.err
@@ -67,7 +68,7 @@ func (c *TierConfig) setKind(keys [][2]string) error {
 	return nil
 }
 
-// setKeys sets the tier's settings, the name first: errors about the others name the tier.
+// setKeys sets the tier's settings, the name first, because errors about others contain the name.
 func (c *TierConfig) setKeys(keys [][2]string) error {
 	mine, given := tierSettingsOf(c.Kind), map[string]bool{}
 	keys = slices.Clone(keys)
@@ -103,7 +104,7 @@ func (c *TierConfig) setKeys(keys [][2]string) error {
 	return nil
 }
 
-// unknownKey is the error for a key that is none of mine, the settings of the tier's kind.
+// unknownKey returns the error for a key that is not in mine, the settings of the tier's kind.
 func (c *TierConfig) unknownKey(key string, mine []TierSetting) error {
 	var names []string
 	for _, s := range mine {
@@ -116,7 +117,7 @@ func (c *TierConfig) unknownKey(key string, mine []TierSetting) error {
 	return unknown(msg, key, "", names)
 }
 
-// title returns what errors call the tier.
+// title returns the tier's name in errors.
 func (c *TierConfig) title() string {
 	if c.Name != "" {
 		return fmt.Sprintf("%s tier %q", c.Kind, c.Name)
@@ -124,8 +125,8 @@ func (c *TierConfig) title() string {
 	return c.Kind + " tier"
 }
 
-// rankOfKey is the place of a key among those of a tier: the name, for the errors of the others,
-// then the URL, a part of which other keys may replace.
+// rankOfKey returns the place of a key in the order of evaluation. The name is first, because
+// errors about other keys contain it. Then the URL, because other keys may replace parts of it.
 func rankOfKey(key string) int {
 	switch key {
 	case "name":
@@ -153,7 +154,7 @@ func kindsWith(key string) (kinds []string) {
 	return kinds
 }
 
-// check checks what concerns several keys of a tier.
+// check checks rules that concern several keys of a tier.
 func (c *TierConfig) check() error {
 	switch c.Kind {
 	case TierDAX:
@@ -167,7 +168,7 @@ func (c *TierConfig) check() error {
 	}
 }
 
-// checkTLS refuses files for TLS that are not complete, or without TLS.
+// checkTLS refuses incomplete files for TLS, and files without TLS.
 func checkTLS(files remote.TLSFiles, tls bool) error {
 	if (files.Cert == "") != (files.Key == "") {
 		return errors.New("cert_file and key_file: set both or neither")
@@ -178,7 +179,7 @@ func checkTLS(files remote.TLSFiles, tls bool) error {
 	return nil
 }
 
-// Lossy returns the tier's codec if what comes back may differ from what was stored, or "".
+// Lossy returns the tier's codec if loaded bytes may differ from stored ones, or "".
 func (c *TierConfig) Lossy() string {
 	name := c.Redis.Serde
 	if c.Kind == TierS3 {
@@ -190,7 +191,7 @@ func (c *TierConfig) Lossy() string {
 	return name
 }
 
-// completeTiers names the tiers that have no name, and checks what concerns several of them.
+// completeTiers names the tiers without a name, and checks rules that concern several tiers.
 func completeTiers(list []TierConfig) ([]TierConfig, error) {
 	if len(list) > engine.MaxTiers {
 		return nil, fmt.Errorf("%d tiers, and there may be %d", len(list), engine.MaxTiers)
@@ -205,9 +206,9 @@ func completeTiers(list []TierConfig) ([]TierConfig, error) {
 	return out, nil
 }
 
-// nameTiers names the tiers that have no name by their kinds.
+// nameTiers names the tiers without a name by their kinds.
 func nameTiers(list []TierConfig) error {
-	names := map[string]string{} // to where the tier was set
+	names := map[string]string{} // name to source
 	for _, t := range list {
 		if t.Name == "" {
 			continue
@@ -234,9 +235,9 @@ func nameTiers(list []TierConfig) error {
 	return nil
 }
 
-// checkPaths refuses directories of disk tiers that lie in one another.
+// checkPaths refuses directories of disk tiers that contain one another.
 func checkPaths(list []TierConfig) error {
-	dirs := map[string]string{} // to the tier's name
+	dirs := map[string]string{} // directory to the tier's name
 	for _, t := range list {
 		for _, dir := range t.Disk.Paths {
 			for other, name := range dirs {

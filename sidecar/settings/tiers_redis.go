@@ -92,7 +92,7 @@ var redisSettings = slices.Concat([]TierSetting{
 			}),
 	})
 
-// checkRedis checks what concerns several keys.
+// checkRedis checks rules that concern several keys.
 func checkRedis(r *remote.RedisOptions) error {
 	if r.Password.File != "" && r.Password.Env != "" {
 		return errors.New("password_file and password_env: set one of them")

@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// tierFlag is the value of --dax, --disk, --redis or --s3: all append to one list, so that their
-// order is kept.
+// tierFlag is the value of --dax, --disk, --redis or --s3. All append to one list, which keeps
+// their order.
 type tierFlag struct {
 	kind string
 	list *[]tierEntry
@@ -22,18 +22,18 @@ var _ pflag.Value = tierFlag{}
 // String implements pflag.Value.
 func (tierFlag) String() string { return "" }
 
-// Type implements pflag.Value: it is what the help calls the value. pflag counts bytes, so there is
-// no ellipsis in it.
+// Type implements pflag.Value. It returns the help's name for the value. pflag counts bytes, so the
+// name has no ellipsis character.
 func (f tierFlag) Type() string { return strings.ReplaceAll(shortForms[f.kind], "…", "...") }
 
-// Set implements pflag.Value. It never fails, because pflag would repeat the value, and with it
-// what secret may be in it.
+// Set implements pflag.Value. It never returns an error, because pflag would repeat the value,
+// which may contain a secret.
 func (f tierFlag) Set(v string) error {
 	*f.list = append(*f.list, shortTier("--"+f.kind, f.kind, v))
 	return nil
 }
 
-// shortForms says how a tier is written in one word, by its kind.
+// shortForms has the short form of each kind of tier, in one word.
 var shortForms = map[string]string{
 	TierDAX:   "DEVICE[,DEVICE…][:SIZE][:KEY=VALUE…]",
 	TierDisk:  "DIR[,DIR…]:CAPACITY[:KEY=VALUE…]",
@@ -68,11 +68,11 @@ func flagTiers(fs *pflag.FlagSet) []tierEntry {
 	return nil
 }
 
-// TierEnv is the environment variable that adds tiers of a kind.
+// TierEnv returns the environment variable that adds tiers of a kind.
 func TierEnv(kind string) string { return EnvPrefix + strings.ToUpper(kind) }
 
-// envTiers returns the tiers of the environment: devices, then disks, then Redis servers, then
-// buckets, for variables have no order.
+// envTiers returns the tiers of the environment. Variables have no order, so it returns devices
+// first, then disks, Redis servers and buckets.
 func envTiers(environ []string) (out []tierEntry) {
 	for _, kind := range tierKinds {
 		for _, e := range environ {
@@ -86,8 +86,7 @@ func envTiers(environ []string) (out []tierEntry) {
 	return out
 }
 
-// shortTier takes the short form of a tier apart. Which keys and values are right is not decided
-// here.
+// shortTier splits the short form of a tier into keys and values. It does not check them.
 func shortTier(source, kind, v string) tierEntry {
 	e := tierEntry{source: source, keys: [][2]string{{"kind", kind}}}
 	add := func(key, value string) { e.keys = append(e.keys, [2]string{key, value}) }
@@ -126,7 +125,7 @@ func shortTier(source, kind, v string) tierEntry {
 	return e
 }
 
-// splitURL makes keys of the query of a URL, whichever source the tier is of.
+// splitURL turns the query of a tier's URL into keys.
 func splitURL(e *tierEntry) error {
 	var out [][2]string
 	for _, kv := range e.keys {
@@ -136,8 +135,7 @@ func splitURL(e *tierEntry) error {
 			continue
 		}
 		out = append(out, [2]string{"url", base})
-		// Not url.ParseQuery: it keeps no order, and its errors repeat what they are about, which
-		// could be a secret.
+		// url.ParseQuery keeps no order, and its errors repeat the value, which may be a secret.
 		for p := range strings.SplitSeq(query, "&") {
 			key, value, ok := strings.Cut(p, "=")
 			value, err := url.QueryUnescape(value)

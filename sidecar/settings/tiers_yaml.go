@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// yamlTiers understands the value of the key tiers.
+// yamlTiers parses the value of the key tiers.
 func yamlTiers(file string, v any) ([]tierEntry, error) {
 	list, ok := v.([]any)
 	if !ok && v != nil {
@@ -68,7 +68,7 @@ func yamlTierValue(key string, v any) (string, error) {
 	return "", fmt.Errorf("want a single value, got %v", v)
 }
 
-// yamlDevice writes {path: DEVICE, size: BYTES} as DEVICE:BYTES.
+// yamlDevice returns {path: DEVICE, size: BYTES} as DEVICE:BYTES.
 func yamlDevice(m map[string]any) (string, error) {
 	path, ok := m["path"].(string)
 	if !ok || strings.ContainsAny(path, ",:") {

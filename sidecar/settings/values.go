@@ -10,7 +10,7 @@ import (
 	"lookaside/internal/bytesize"
 )
 
-// choices writes a setting's unit.
+// choices returns the unit of a setting with the given values.
 func choices(of []string) string {
 	if len(of) == 1 {
 		return of[0]
@@ -61,10 +61,10 @@ func parseDuration(v string, low time.Duration) (time.Duration, error) {
 	return d, nil
 }
 
-// The functions below return how a setting is set: they parse its value into a field of C, which is
-// a [Config] or a [TierConfig].
+// Each function below returns a setter, which parses a value into a field of C. C is a [Config] or
+// a [TierConfig].
 
-// text takes any text.
+// text accepts any text.
 func text[C any](field func(*C) *string) func(*C, string) error {
 	return func(c *C, v string) error {
 		*field(c) = v
@@ -72,7 +72,7 @@ func text[C any](field func(*C) *string) func(*C, string) error {
 	}
 }
 
-// checked takes a text that check has nothing against.
+// checked accepts a text if check returns nil.
 func checked[C any](check func(string) error, field func(*C) *string) func(*C, string) error {
 	return func(c *C, v string) error {
 		*field(c) = v
@@ -80,12 +80,12 @@ func checked[C any](check func(string) error, field func(*C) *string) func(*C, s
 	}
 }
 
-// choice takes one of a list of names. Its error says which is the nearest.
+// choice accepts one of a list of names. Its error contains the nearest one.
 func choice[C any](of []string, field func(*C) *string) func(*C, string) error {
 	return checked(func(v string) error { return nearestOf(v, of) }, field)
 }
 
-// oneOf takes one of a few names. Its error lists them.
+// oneOf accepts one of a few names. Its error lists them.
 func oneOf[C any](field func(*C) *string, allowed ...string) func(*C, string) error {
 	return checked(func(v string) error {
 		if !slices.Contains(allowed, v) {
@@ -95,7 +95,7 @@ func oneOf[C any](field func(*C) *string, allowed ...string) func(*C, string) er
 	}, field)
 }
 
-// parsed takes what parse understands.
+// parsed accepts what parse can parse.
 func parsed[C, V any](parse func(string) (V, error), field func(*C) *V) func(*C, string) error {
 	return func(c *C, v string) (err error) {
 		*field(c), err = parse(v)
@@ -103,28 +103,28 @@ func parsed[C, V any](parse func(string) (V, error), field func(*C) *V) func(*C,
 	}
 }
 
-// size takes a number of bytes above 0.
+// size accepts a number of bytes above 0.
 func size[C any](field func(*C) *int64) func(*C, string) error { return parsed(parseSize, field) }
 
-// sizeOrZero takes a number of bytes.
+// sizeOrZero accepts a number of bytes.
 func sizeOrZero[C any](field func(*C) *int64) func(*C, string) error {
 	return parsed(bytesize.Parse, field)
 }
 
-// fraction takes a number above 0 and at most 1.
+// fraction accepts a number above 0 and at most 1.
 func fraction[C any](field func(*C) *float64) func(*C, string) error {
 	return parsed(parseFraction, field)
 }
 
-// boolean takes true or false.
+// boolean accepts true or false.
 func boolean[C any](field func(*C) *bool) func(*C, string) error { return parsed(parseBool, field) }
 
-// whole takes a whole number from low to high.
+// whole accepts a whole number from low to high.
 func whole[C any](low, high int, field func(*C) *int) func(*C, string) error {
 	return parsed(func(v string) (int, error) { return parseInt(v, low, high) }, field)
 }
 
-// duration takes a duration of at least low.
+// duration accepts a duration of at least low.
 func duration[C any](low time.Duration, field func(*C) *time.Duration) func(*C, string) error {
 	return parsed(func(v string) (time.Duration, error) { return parseDuration(v, low) }, field)
 }

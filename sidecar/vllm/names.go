@@ -1,10 +1,10 @@
-// Package vllm names the pages of a prompt as vLLM does, and asks a vLLM server for the tokens of a
-// text. It is for commands: a sidecar only ever sees names.
+// Package vllm names the pages of a prompt as vLLM does, and gets the tokens of a text from a vLLM
+// server. It is for commands: a sidecar only ever sees names.
 //
 // A page is named by vLLM's hash of its last block, which covers the whole prefix: H((hash of the
-// block before, token ids, what else counts)). What H is, what the first block begins with and how
-// long a block is are fields of the space that a worker declares. They are compared with vLLM's own
-// hasher by pyclient/tests/test_names.py, which writes testdata/names.json.
+// block before, token ids, extra keys)). The worker declares H, the start value of the first block
+// and the block size as fields of its space. pyclient/tests/test_names.py compares the names with
+// vLLM's own hasher and writes testdata/names.json.
 package vllm
 
 import (
@@ -21,25 +21,25 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// A Scheme is how one space names pages.
+// A Scheme describes how one space names pages.
 type Scheme struct {
 	pageTokens int
-	hashTokens int // of one of vLLM's blocks; a page has one or more
+	hashTokens int // tokens of one of vLLM's blocks; a page has one or more blocks
 	first      []byte
 	encode     func(parent []byte, tokens []uint32, salt any) ([]byte, error)
 	digest     func([]byte) []byte
-	salted     func(salt string) any // nil: how this vLLM names salted prompts is not known
+	salted     func(salt string) any // nil: this vLLM's names for salted prompts are unknown
 }
 
-// The digests of the two forms that vLLM's extra keys have had, of a request with an adapter and a
-// salt. The connector declares one of them as hash_keys; see _key_format in
+// These are the two forms of vLLM's extra keys for a request with an adapter and a salt. The
+// connector declares the digest of one of them as hash_keys; see _key_format in
 // pyclient/lookaside/space.py.
 const (
 	taggedKeys = "(('lora', 'name', 'path'), ('cache_salt', 'salt'))" // from 0.31 on
 	bareKeys   = "('name', 'salt')"
 )
 
-// SchemeOf understands the fields of a space. The error says what about it cannot be known here.
+// SchemeOf returns the scheme of a space by its fields. The error describes what is unknown.
 func SchemeOf(fields map[string]string, pageTokens int) (*Scheme, error) {
 	s := &Scheme{pageTokens: pageTokens, hashTokens: pageTokens}
 	if v, ok := fields["hash_tokens"]; ok {
@@ -78,11 +78,11 @@ func SchemeOf(fields map[string]string, pageTokens int) (*Scheme, error) {
 	return s, nil
 }
 
-// keyForm is the form whose digest was declared, or "".
+// keyForm returns the form whose digest was declared, or "".
 func keyForm(declared string, pickled bool) string {
 	for _, form := range []string{taggedKeys, bareKeys} {
 		texts := []string{form}
-		if pickled { // then the connector adds Python's version
+		if pickled { // the connector then adds Python's version
 			texts = nil
 			for minor := 9; minor < 30; minor++ {
 				texts = append(texts, fmt.Sprintf("%s python 3.%d", form, minor))
@@ -117,7 +117,7 @@ func (s *Scheme) Pages(tokens []uint32, salt string) ([]string, error) {
 		if err != nil {
 			return nil, err
 		}
-		// a salt counts in the first block, and so in all that follow
+		// a salt is part of the first block's hash, and so of all later ones
 		parent, extra = s.digest(b), nil
 		if end%s.pageTokens == 0 {
 			pages = append(pages, hex.EncodeToString(parent))
@@ -134,17 +134,17 @@ var canonical = func() cbor.EncMode {
 	return mode
 }()
 
-// encodeCBOR is cbor2.dumps(…, canonical=True).
+// encodeCBOR returns cbor2.dumps(…, canonical=True).
 func encodeCBOR(parent []byte, tokens []uint32, extra any) ([]byte, error) {
 	return canonical.Marshal([]any{parent, tokens, extra})
 }
 
-// maxPickle is where Python begins a second frame.
+// maxPickle is the size at which Python begins a second frame.
 const maxPickle = 64 << 10
 
-// encodePickle is pickle.dumps(…, protocol=5) of (bytes, tuple of ints, None or a tuple), as
-// CPython writes it. Each object that can be referred to again is followed by MEMOIZE, whether it
-// is or not.
+// encodePickle returns pickle.dumps(…, protocol=5) of (bytes, tuple of ints, None or a tuple), as
+// CPython writes it. Each object that could be referred to again is followed by MEMOIZE, even if
+// nothing refers to it.
 func encodePickle(parent []byte, tokens []uint32, extra any) ([]byte, error) {
 	const memoize = 0x94
 	var b []byte
@@ -204,7 +204,7 @@ func encodePickle(parent []byte, tokens []uint32, extra any) ([]byte, error) {
 	return append(out, b...), nil
 }
 
-// tupleEnd is the opcode that makes a tuple of n objects; above three they follow a mark.
+// tupleEnd returns the opcode that makes a tuple of n objects; above three they follow a mark.
 func tupleEnd(n int) byte {
 	switch n {
 	case 0:

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// maxAnswer bounds what a server may answer, in bytes.
+// maxAnswer bounds the response of a server, in bytes.
 const maxAnswer = 64 << 20
 
 // ParseTokens reads token ids: a JSON list, or numbers separated by white space or commas.
@@ -45,14 +45,14 @@ type Server struct {
 	Key string // of its API, or ""
 }
 
-// Text is what a request to a model has: a prompt, or the messages of a chat.
+// Text is the text of a request to a model: a prompt, or the messages of a chat.
 type Text struct {
-	Model    string          // as the server calls it, or ""
+	Model    string          // the server's name for it, or ""
 	Prompt   string          // of a completion
 	Messages json.RawMessage // of a chat completion, or nil
 }
 
-// Tokenize returns the token ids of a text, as the server makes them of a request with it.
+// Tokenize returns the token ids that the server makes of a request with the text.
 func (s *Server) Tokenize(ctx context.Context, t Text) ([]uint32, error) {
 	body := map[string]any{"prompt": t.Prompt}
 	if t.Messages != nil {
