@@ -78,8 +78,8 @@ func (r *Report) Print(stdout, stderr io.Writer, file string) error {
 	return errors.Join(indented.Encode(r), f.Close())
 }
 
-// Quantile returns the value below which the part q of the values lies. It interpolates between the
-// values on both sides. There must be a value.
+// Quantile returns the value below which the part q of the values lies. It interpolates between
+// neighbouring values. There must be at least one value.
 func Quantile(values []float64, q float64) float64 {
 	sorted := slices.Sorted(slices.Values(values))
 	at := q * float64(len(sorted)-1)
@@ -88,7 +88,7 @@ func Quantile(values []float64, q float64) float64 {
 	return sorted[i] + (sorted[j]-sorted[i])*(at-float64(i))
 }
 
-// short is a value with five digits: no bench is more exact than that.
+// short returns a value with five digits: no bench is more exact than that.
 func short(v float64) *float64 {
 	v, _ = strconv.ParseFloat(strconv.FormatFloat(v, 'g', 5, 64), 64)
 	return &v

@@ -15,12 +15,12 @@ import (
 	"lookaside/tiers/daxtier"
 )
 
-// Migration says what to move while lookups go on.
+// Migration describes what moves during lookups.
 type Migration struct {
 	Dir       string // see Transfers
 	SlotBytes int64
-	Chunks    int // that the pool holds; about half of them move each round
-	Run       int // chunks that a lookup asks for
+	Chunks    int // held by the pool; about half of them move each round
+	Run       int // chunks of a lookup
 	Rounds    int
 }
 
@@ -30,11 +30,11 @@ type MigrationFigures struct {
 	Speed         []float64 // of the migration, in GB/s
 }
 
-// every is how often a lookup is due.
+// every is the interval at which lookups are due.
 const every = 500 * time.Microsecond
 
-// Measure has a device's chunks move to another while lookups come in, and lookups come in without
-// that for as long.
+// Measure moves a device's chunks to another device during lookups, and runs lookups without that
+// for as long.
 func (o Migration) Measure(ctx context.Context) (f MigrationFigures, err error) {
 	if o.SlotBytes < pagesPerSlot*256 || o.Chunks < 1 || o.Rounds < 1 || o.Run < 1 ||
 		o.Run > o.Chunks {
@@ -113,7 +113,7 @@ func (o Migration) Measure(ctx context.Context) (f MigrationFigures, err error) 
 			return f, fmt.Errorf("bench: %d bytes were held, and %d are after a migration", before,
 				after)
 		}
-		if round > 0 { // whose memory was not touched yet
+		if round > 0 { // in round 0 the memory was not touched yet
 			f.With, f.Without, f.Speed = append(f.With, with), append(f.Without, without),
 				append(f.Speed, float64(moved)/1e9/took.Seconds())
 		}
@@ -121,8 +121,8 @@ func (o Migration) Measure(ctx context.Context) (f MigrationFigures, err error) 
 	return f, nil
 }
 
-// lookups asks for a run again and again until over, and answers the 99th percentile of how long
-// after it was due a lookup had its answer, in µs.
+// lookups looks a run up again and again until over. It returns the 99th percentile, in µs, of the
+// times from when a lookup was due to its result.
 func lookups(ctx context.Context, p *daxtier.Pool, run tiers.Run, over func() bool) (p99 float64,
 	err error) {
 	held := make([]uint16, run.Chunks())
@@ -139,7 +139,7 @@ func lookups(ctx context.Context, p *daxtier.Pool, run tiers.Run, over func() bo
 		if held[len(held)-1] == 0 {
 			return 0, errors.New("bench: a chunk was not found")
 		}
-		if now.Sub(due) > every { // whoever asks waits for the answer
+		if now.Sub(due) > every { // a client waits for the result before its next lookup
 			due = now
 		}
 	}

@@ -1,5 +1,5 @@
-// Package poolbench measures the tier on DAX devices: restores and stores beside a bare copy loop,
-// how fast a pool with many slots opens, and what lookups feel of a migration.
+// Package daxbench measures the tier on DAX devices: restores and stores beside a bare copy loop,
+// how fast a pool with many slots opens, and how a migration affects lookups.
 package daxbench
 
 import (
@@ -19,35 +19,35 @@ import (
 	"lookaside/tiers/daxtier"
 )
 
-// Transfers says what to move.
+// Transfers selects what to move.
 type Transfers struct {
-	// Dir is where files are made that stand in for devices: in memory, or the disk is what is
-	// measured. Default /dev/shm.
+	// Dir is the directory of the files that stand in for devices. It should be in memory, or the
+	// bench measures the disk. Default /dev/shm.
 	Dir       string
 	SlotBytes int64 // of a chunk of 16 pages
-	Chunks    int   // that are restored and stored a round
-	Threads   int   // that copy
+	Chunks    int   // restored and stored in each round
+	Threads   int   // threads that copy
 	Regions   int   // see daxtier.Options.MaxRegions
 	Kind      dax.Kind
 	Rounds    int
 }
 
-// Figures has values in GB/s, one or more for each round: those of small chunks, which are soon
-// moved, are measured several times.
+// Figures has values in GB/s, one or more for each round. Small chunks move quickly, so their
+// rounds are measured several times.
 type Figures struct {
 	Memory         string // what the arena is made of
-	Chunks         int    // fewer than wanted where memory is short
+	Chunks         int    // fewer than wanted if memory is short
 	Restore, Store Direction
 }
 
-// Direction has what was measured one way, in turn.
+// Direction has the values of one direction. The three ways are measured by turns.
 type Direction struct {
 	Tier  []float64
 	Plain []float64 // the built-in copy
 	Side  []float64 // memcopy.Copy: four pages side by side, past the caches
 }
 
-// Limit is the faster of the two bare loops, by its median, and what it is.
+// Limit returns the values of the faster bare loop, by its median, and its name.
 func (d *Direction) Limit() (values []float64, loop string) {
 	median := func(v []float64) float64 { return slices.Sorted(slices.Values(v))[len(v)/2] }
 	if median(d.Side) > median(d.Plain) {
@@ -59,14 +59,14 @@ func (d *Direction) Limit() (values []float64, loop string) {
 const (
 	defaultDir   = "/dev/shm"
 	pagesPerSlot = 16
-	// arenaBytes bounds the arena, which is gone through again and again where the chunks are more.
+	// arenaBytes bounds the arena. If the chunks are more than it holds, it is used several times.
 	arenaBytes = 1 << 30
 	// roundBytes is what a round moves, in up to roundTurns turns.
 	roundBytes = 1 << 30
 	roundTurns = 4
 )
 
-// makeDir makes a directory of its own in dir. remove takes it away.
+// makeDir makes a new directory in dir. remove removes it.
 func makeDir(dir string) (path string, remove func(error) error, err error) {
 	if dir == "" {
 		dir = defaultDir
@@ -75,7 +75,7 @@ func makeDir(dir string) (path string, remove func(error) error, err error) {
 	return path, func(err error) error { return errors.Join(err, os.RemoveAll(path)) }, err
 }
 
-// Run stores and restores chunks, a bare loop copying as much with as many threads in between.
+// Run stores and restores chunks. A bare loop copies as much with as many threads in between.
 func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	if o.SlotBytes < pagesPerSlot*256 || o.Chunks < 1 || o.Rounds < 1 || o.Threads < 1 {
 		return f, fmt.Errorf("bench of %d slots of %d bytes, %d threads, %d rounds: want 1 or more",
@@ -89,7 +89,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	for n > 1 {
 		device, arena := sizes()
 		if dax.CheckBudget(2*(device+2*arena), dax.KindMemfd, dax.BudgetReserve) == nil {
-			// half of what there is
+			// half of the available memory
 			break
 		}
 		n /= 2
@@ -109,7 +109,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	defer func() { err = errors.Join(err, arena.Close()) }()
 	f.Memory = string(arena.Kind())
 	p, err := daxtier.Open(daxtier.Options{
-		// what is stored last stays
+		// the chunks stored last stay
 		Devices:    []daxtier.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: device}},
 		AllowFiles: true, SlabBytes: device, Policy: "lru",
 		LoadWorkers: o.Threads, StoreWorkers: o.Threads, MaxRegions: o.Regions,
@@ -160,7 +160,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 					return nil
 				},
 			}
-			for i := range ways { // whoever goes first finds the processors asleep
+			for i := range ways { // the first may find the processors asleep
 				if err := ways[(turn+i)%len(ways)](); err != nil {
 					return f, err
 				}
@@ -194,8 +194,8 @@ type mover struct {
 	space        *tiers.Space
 }
 
-// batches is what to store and then to restore in a turn: new chunks, in calls of what the arena
-// holds.
+// batches returns what to store and then restore in a turn: new chunks, in calls of as many as the
+// arena holds.
 func (m *mover) batches(turn int) (calls [][]tiers.Transfer) {
 	size := int(m.o.SlotBytes)
 	per := len(m.arena) / size
@@ -210,7 +210,7 @@ func (m *mover) batches(turn int) (calls [][]tiers.Transfer) {
 	return calls
 }
 
-// move stores chunks, or restores them, and appends how many GB/s that came to.
+// move stores or restores chunks, and appends the speed in GB/s.
 func (m *mover) move(ctx context.Context, batches [][]tiers.Transfer, store bool,
 	speeds []float64) ([]float64, error) {
 	var failed atomic.Pointer[error]
@@ -234,11 +234,11 @@ func (m *mover) move(ctx context.Context, batches [][]tiers.Transfer, store bool
 	return append(speeds, m.gigabytes()/took), nil
 }
 
-// gigabytes is what goes each way in a turn.
+// gigabytes returns how much goes each way in a turn.
 func (m *mover) gigabytes() float64 { return float64(m.n) * float64(m.o.SlotBytes) / 1e9 }
 
-// loop copies as much between the arena and the memory that is the limit, with as many threads, and
-// appends how many GB/s that came to.
+// loop copies as much between the arena and the limit's memory, with as many threads, and appends
+// the speed in GB/s.
 func (m *mover) loop(store bool, do func(dst, src []byte), speeds []float64) []float64 {
 	size := int(m.o.SlotBytes)
 	per := len(m.arena) / size

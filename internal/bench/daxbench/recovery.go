@@ -19,10 +19,10 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Recovery says what pool to open.
+// Recovery describes the pool to open.
 type Recovery struct {
 	Dir    string // see Transfers
-	Chunks int    // that it holds, of 16 pages of 256 bytes: their data is not read
+	Chunks int    // held by the pool, of 16 pages of 256 bytes; their data is not read
 	Rounds int
 }
 
@@ -31,7 +31,7 @@ const (
 	recoveryPage  = 256
 )
 
-// digests writes those of the pages of the n-th chunk, whose prefix has 64 chunks.
+// digests writes the digests of the pages of the n-th chunk, whose prefix has 64 chunks.
 func digests(buf []byte, n int) []byte {
 	for i := range pagesPerSlot * 4 {
 		buf = binary.LittleEndian.AppendUint64(buf, xxh3.HashSeed(nil, uint64(n*pagesPerSlot*4+i)+
@@ -40,7 +40,7 @@ func digests(buf []byte, n int) []byte {
 	return buf
 }
 
-// Run makes the pool and opens it a few times. It answers the seconds that each took.
+// Run makes the pool and opens it once a round. It returns the seconds of each round.
 func (o Recovery) Run(ctx context.Context) (seconds []float64, err error) {
 	if o.Chunks < recoverySlabs || o.Rounds < 1 {
 		return nil, fmt.Errorf("bench of %d chunks, %d rounds: want %d or more, and 1", o.Chunks,

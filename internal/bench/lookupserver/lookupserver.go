@@ -1,5 +1,5 @@
-// Package lookupserver serves a sidecar that holds many pages, for a client in another process to
-// measure lookups with.
+// Package lookupserver serves a sidecar that holds many pages, so that a client in another process
+// can measure lookups.
 package lookupserver
 
 import (
@@ -19,18 +19,18 @@ import (
 	"lookaside/sidecar/settings"
 )
 
-// Options say what to serve.
+// Options selects what to serve.
 type Options struct {
 	Pages         int // held
 	PrefixPages   int // pages of each prefix
 	PagesPerChunk int
-	CopyThreads   int // threads that copy at full speed meanwhile; 0: none
+	CopyThreads   int // threads that copy at full speed during the lookups; 0: none
 }
 
-// pageBytes keeps the arena small: nobody reads the pages.
+// pageBytes keeps the arena small: the pages are never read.
 const pageBytes = 256
 
-// Ready is the line that says where to ask, and for what.
+// Ready is the line that tells a client which endpoint and prefixes to use.
 type Ready struct {
 	Endpoint      string `json:"endpoint"`
 	Admin         string `json:"admin"`
@@ -43,12 +43,12 @@ type Ready struct {
 	DigestBytes   int    `json:"digest_bytes"`
 	Prefixes      int    `json:"prefixes"`
 	PrefixPages   int    `json:"pages_per_prefix"`
-	Digest        string `json:"digest"` // how the hash of a page is made
+	Digest        string `json:"digest"` // how the hash of a page is computed
 	CopyThreads   int    `json:"copy_threads"`
 }
 
 // Serve runs a sidecar in a directory of its own and stores prefixes in it. It then writes a Ready
-// as one line to out, and serves until in is at its end or ctx is done.
+// as one line to out, and serves until in ends or ctx is done.
 func Serve(ctx context.Context, o Options, in io.Reader, out io.Writer,
 	log *zap.Logger) (err error) {
 	if o.Pages < 1 || o.PrefixPages < 1 || o.PagesPerChunk < 1 || o.CopyThreads < 0 {
@@ -81,7 +81,7 @@ func Serve(ctx context.Context, o Options, in io.Reader, out io.Writer,
 		err = errors.Join(err, d.Shutdown(ctx))
 	}()
 
-	// It stays connected: schedulers of a space without a worker are refused.
+	// It stays connected, because schedulers of a space without a worker are refused.
 	worker, err := prefixes.DialWorker(dir, prefixes.Shape{PageBytes: pageBytes,
 		PagesPerChunk: o.PagesPerChunk})
 	if err != nil {
@@ -123,7 +123,8 @@ func Serve(ctx context.Context, o Options, in io.Reader, out io.Writer,
 	return nil
 }
 
-// config is that of a sidecar whose arena holds so many prefixes and no more, from the start.
+// config returns the configuration of a sidecar whose arena has exactly enough room for count
+// prefixes from the start.
 func config(dir string, o Options, count int) (settings.Config, error) {
 	cfg := settings.Defaults()
 	cfg.Runtime.Dir = dir

@@ -15,7 +15,7 @@ import (
 	"lookaside/dax/memcopy"
 )
 
-// Options say what to measure. Zero values mean the defaults.
+// Options selects what to measure. Zero values mean the defaults.
 type Options struct {
 	// SizesBytes of single copies; default 16 KiB, 64 KiB, 256 KiB, 2 MiB and 32 MiB.
 	SizesBytes []int
@@ -37,12 +37,12 @@ type Measurement struct {
 	Threads   int
 	GoCopy    []float64 // the built-in copy: the limit to beat
 	Copy      []float64 // memcopy.Copy
-	Pool      []float64 // memcopy.Pool.Do, which yields to all else
+	Pool      []float64 // memcopy.Pool.Do, which yields to all other work
 }
 
 // Run times the built-in copy, [memcopy.Copy] and [memcopy.Pool.Do] between two regions. The three
-// take turns, so that noise on the machine meets all of them. Each round copies one working set, at
-// seeded random offsets. The context ends it early.
+// take turns, so that noise on the machine affects all of them. Each round copies one working set,
+// at seeded random offsets. Run stops early when ctx ends.
 func Run(ctx context.Context, o Options) (out []Measurement, err error) {
 	if len(o.SizesBytes) == 0 {
 		o.SizesBytes = []int{16 << 10, 64 << 10, 256 << 10, 2 << 20, 32 << 20}

@@ -1,6 +1,5 @@
-// Package zmqecho is the least that a lookup server over ZMQ can do: receive a
-// message on one socket, send one on another. What a round trip through it
-// costs is the limit that lookups are measured against.
+// Package zmqecho is the simplest possible lookup server over ZMQ: it receives a message on one
+// socket and sends one on another. The cost of a round trip through it is the limit for lookups.
 package zmqecho
 
 import (
@@ -12,10 +11,10 @@ import (
 	"github.com/pebbe/zmq4"
 )
 
-// Serve binds a PULL to one endpoint and a PUSH to another, and answers each
-// message with replyBytes bytes, or with itself if that is negative. It locks
-// its goroutine to its thread, as the lookup server does, calls ready once both
-// are bound, and returns after having answered an empty message.
+// Serve binds a PULL to one endpoint and a PUSH to another. It replies to each message with
+// replyBytes bytes, or with the message itself if replyBytes is negative. It locks its goroutine to
+// its thread, as the lookup server does. It calls ready after both are bound, and returns after its
+// reply to an empty message.
 func Serve(pullEndpoint, pushEndpoint string, replyBytes int, ready func()) (err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -59,7 +58,7 @@ func bind(ctx *zmq4.Context, t zmq4.Type, endpoint string) (*zmq4.Socket, error)
 	if err != nil {
 		return nil, fmt.Errorf("zmq echo: %w", err)
 	}
-	// A client that has gone must not keep the last answer, and us, for ever.
+	// A client that has gone must not keep the last reply, and this function, forever.
 	if err := errors.Join(s.SetLinger(time.Second), s.Bind(endpoint)); err != nil {
 		s.Close()
 		return nil, fmt.Errorf("zmq echo: bind %s: %w", endpoint, err)

@@ -11,7 +11,7 @@ import (
 	"lookaside/internal/bytesize"
 )
 
-// What opening a pool may take, and by how much a migration may slow lookups down.
+// These bound the time to open a pool, and the factor by which a migration may slow lookups down.
 const (
 	recoverySeconds  = 2.0 // a million chunks
 	migrationFactor  = 2.0

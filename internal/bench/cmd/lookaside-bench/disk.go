@@ -61,7 +61,7 @@ func newDisk() *cobra.Command {
 	return cmd
 }
 
-// coresBudget is what moving bytes may take of the processor.
+// coresBudget is how many cores the transfers may keep busy.
 const coresBudget = 0.5
 
 func addDisk(r *bench.Report, slot int64, f diskbench.Figures) {

@@ -1,5 +1,5 @@
-// Lookaside-bench measures the sidecar's parts on this machine, each against the limit of what the
-// machine can do. bench/run runs its benches by name, beside those in bench/.
+// Lookaside-bench measures the sidecar's parts on this machine, each against what the machine can
+// do at best. bench/run runs its benches by name, beside those in bench/.
 package main
 
 import (
@@ -53,8 +53,8 @@ func addJSONFlag(cmd *cobra.Command, file *string) {
 	cmd.Flags().StringVar(file, "json", "", "also write the figures to this `file`")
 }
 
-// interruptible is a context that ends with the first Ctrl-C or SIGTERM; after it, the next one
-// ends the process.
+// interruptible returns a context that ends with the first Ctrl-C or SIGTERM. The next one ends the
+// process.
 func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop)
@@ -122,7 +122,7 @@ func newEngine() *cobra.Command {
 	return cmd
 }
 
-// addEngine adds the figures of an engine that was to hold the given number of pages.
+// addEngine adds the figures of an engine with the given number of pages.
 func addEngine(r *bench.Report, pages int, f enginebench.Figures) {
 	of := fmt.Sprintf(".%d_pages.%d_a_chunk", pages, f.PagesPerChunk)
 	r.Rounds("hits_4096.p50"+of, "us", f.HitsUs, f.BareUs)
@@ -186,7 +186,7 @@ when its standard input does.`,
 				return err
 			case <-ready:
 			}
-			// A client reads this line while the command goes on.
+			// A client reads this line while the command is still running.
 			if err := json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"push": push,
 				"pull": pull}); err != nil {
 				return err
