@@ -15,7 +15,7 @@ type adapter struct {
 	keys  map[string]*given
 }
 
-// readAdapter takes an adapter's JSON.
+// readAdapter reads an adapter's JSON.
 func (c *converter) readAdapter(where string, v any) error {
 	m, ok := v.(map[string]any)
 	if !ok {
@@ -33,7 +33,7 @@ func (c *converter) readAdapter(where string, v any) error {
 	return nil
 }
 
-// adapterWhys are the adapters that are no tier.
+// adapterWhys has the reasons for adapters that do not become a tier.
 var adapterWhys = map[string]string{
 	"raw_block":          "a disk tier is made in directories: make a file system on the device",
 	"mooncake_store":     "Mooncake is not a tier: a redis or s3 tier shares between hosts",
@@ -57,7 +57,7 @@ var adapterWhys = map[string]string{
 	"native_plugin":      whyPlugin,
 }
 
-// applyAdapters makes tiers of the adapters, in their order.
+// applyAdapters turns the adapters into tiers, in their order.
 func (c *converter) applyAdapters() error {
 	for i := range c.adapters {
 		if err := c.applyAdapter(&c.adapters[i]); err != nil {
@@ -104,7 +104,7 @@ func (c *converter) applyAdapter(a *adapter) error {
 	return nil
 }
 
-// text is a key's value, or "".
+// text returns a key's value, or "".
 func (a *adapter) text(key string) string {
 	if g := a.keys[key]; g != nil {
 		return g.text()
@@ -112,7 +112,7 @@ func (a *adapter) text(key string) string {
 	return ""
 }
 
-// capacity is max_capacity_gb in bytes; 0 if there is no limit.
+// capacity returns max_capacity_gb in bytes; 0 if there is no limit.
 func (a *adapter) capacity() (int64, error) {
 	if g := a.keys["max_capacity_gb"]; g != nil {
 		return g.bytes()
@@ -120,7 +120,7 @@ func (a *adapter) capacity() (int64, error) {
 	return 0, nil
 }
 
-// commonKeys treats the keys that adapters of every type have.
+// commonKeys converts the keys that adapters of every type have.
 func (c *converter) commonKeys(a *adapter, t *tier, tell func(verdict, ...string)) error {
 	tell(builtIn(whyPersist), "persist_enabled")
 	if g := a.keys["eviction"]; g != nil {
@@ -159,7 +159,7 @@ func (c *converter) commonKeys(a *adapter, t *tier, tell func(verdict, ...string
 	return nil
 }
 
-// workers sets a key from a number of workers, if it is there.
+// workers sets a key to a number of workers, if it is given.
 func (a *adapter) workers(t *tier, tell func(verdict, ...string), to string, most int,
 	keys ...string) error {
 	for _, key := range keys {
@@ -177,7 +177,7 @@ func (a *adapter) workers(t *tier, tell func(verdict, ...string), to string, mos
 	return nil
 }
 
-// adapterTier makes the tier of an adapter.
+// adapterTier adds the tier of an adapter.
 func (c *converter) adapterTier(a *adapter, tell func(verdict, ...string)) (verdict, error) {
 	self := a.keys["type"]
 	switch a.kind {
@@ -291,7 +291,7 @@ func (c *converter) adapterTier(a *adapter, tell func(verdict, ...string)) (verd
 	return verdict{Unknown, nil, "LMCache 0.5 has no such type"}, nil
 }
 
-// noLimit says what becomes of a limit that a server has to keep to.
+// noLimit records the verdict on a limit that the server itself enforces.
 func (c *converter) noLimit(a *adapter, tell func(verdict, ...string)) {
 	if a.keys["max_capacity_gb"].off() {
 		tell(unused("0 is no limit"), "max_capacity_gb")
@@ -401,7 +401,7 @@ func (c *converter) redisAdapter(a *adapter, tell func(verdict, ...string)) (ver
 	return became("", "tiers: redis"), nil
 }
 
-// nixlTier makes a tier of what NIXL was to write to.
+// nixlTier adds a tier for the destination of NIXL.
 func (c *converter) nixlTier(g *given, backend string, params map[string]*given) (verdict, error) {
 	text := func(key string) string {
 		if p := params[key]; p != nil {
@@ -492,7 +492,7 @@ func (c *converter) daxTier(from *given, devices []device) *tier {
 	return t
 }
 
-// daxArena puts the arena on devices, beside those that it has.
+// daxArena puts the arena on devices, in addition to those that it has.
 func (c *converter) daxArena(from *given, note string, devices ...device) {
 	c.arena, c.arenaFrom = append(c.arena, devices...), from
 	c.set("arena.kind", "dax", from, "")
@@ -506,11 +506,11 @@ func (c *converter) daxArena(from *given, note string, devices ...device) {
 	}
 }
 
-// neverOnDAX are the settings that an arena on devices does not take.
+// neverOnDAX lists the settings that do not apply to an arena on devices.
 var neverOnDAX = []string{"arena.limit", "arena.initial", "arena.step", "arena.grow_at",
 	"arena.numa"}
 
-// settleArena takes back what was set for an arena of DRAM, if it lies on devices.
+// settleArena removes settings for an arena of DRAM if the arena is on devices.
 func (c *converter) settleArena() error {
 	if len(c.arena) == 0 {
 		return nil
@@ -536,7 +536,7 @@ func (c *converter) settleArena() error {
 	return nil
 }
 
-// daxPrimary says whether the configuration's device is the arena.
+// daxPrimary reports whether the configuration's device is the arena.
 func (c *converter) daxPrimary() bool {
 	return strings.EqualFold(c.extraText("dax.mode"), "primary") &&
 		!c.extra["dax.device_path"].off()

@@ -1,10 +1,10 @@
-// Package lmcache turns what a user of LMCache has configured into Lookaside's settings, and says
-// of each key what became of it. It knows the keys of LMCache 0.3 to 0.5: those of its
+// Package lmcache converts a user's configuration of LMCache into Lookaside's settings, and reports
+// for each key what became of it. It knows the keys of LMCache 0.3 to 0.5: those of its
 // configuration file and environment, of its extra_config, of its server's L2 adapters and command
 // line, and those that vLLM passes on to its connectors.
 //
-// It reads text and makes text. Whether the settings are ones that a sidecar takes is for package
-// sidecar to say, and for the tests.
+// It reads text and produces text. It does not check whether a sidecar accepts the settings;
+// package sidecar and the tests do.
 package lmcache
 
 import (
@@ -31,31 +31,31 @@ type Source struct {
 	// Server is the command line of LMCache's server, with or without its first words "lmcache
 	// server".
 	Server []string
-	// Dir and Home are what relative paths and ~ stand for. Where they are not set such paths are
-	// errors.
+	// Dir and Home replace relative paths and ~. If they are empty, such paths are errors.
 	Dir, Home string
-	// DiskCapacityBytes is for a directory that LMCache filled without a limit. 0: 64 GiB.
+	// DiskCapacityBytes is the capacity for a directory that LMCache filled without a limit. 0: 64
+	// GiB.
 	DiskCapacityBytes int64
 }
 
 // An Outcome is what became of a key.
 type Outcome string
 
-// The outcomes, in the order in which they are shown.
+// These are the outcomes, in the order of the output.
 const (
 	None    Outcome = "none"     // Lookaside has no equivalent
-	Unknown Outcome = "unknown"  // it is none of LMCache's keys, as far as this package knows
-	VLLM    Outcome = "vllm"     // it is set on vLLM's side: To says how
+	Unknown Outcome = "unknown"  // this package does not know it as one of LMCache's keys
+	VLLM    Outcome = "vllm"     // it is set in vLLM: To contains how
 	Set     Outcome = "set"      // it became the settings in To
 	BuiltIn Outcome = "built in" // Lookaside does it without a setting
-	Unused  Outcome = "unused"   // it changed nothing in this configuration
+	Unused  Outcome = "unused"   // it has no effect in this configuration
 )
 
 var outcomes = []Outcome{None, Unknown, VLLM, Set, BuiltIn, Unused}
 
 // A Key is one key of LMCache and what became of it.
 type Key struct {
-	// with where it was, as in extra_config.dax.device_path
+	// Key includes its place, as in extra_config.dax.device_path.
 	Key     string   `json:"key"`
 	From    string   `json:"from,omitempty"` // file, environment, …
 	Value   string   `json:"value"`          // as given; never a secret
@@ -66,18 +66,18 @@ type Key struct {
 
 // Result is a configuration of Lookaside.
 type Result struct {
-	// Config is what YAML says: sections of settings, and the list tiers.
+	// Config is the content of the YAML: sections of settings, and the list tiers.
 	Config map[string]any `json:"config"`
-	// Connector is what belongs into kv_connector_extra_config of vLLM's --kv-transfer-config.
+	// Connector is the content of kv_connector_extra_config in vLLM's --kv-transfer-config.
 	Connector map[string]any `json:"connector"`
-	// Keys are all keys that were given: first those without an equivalent.
+	// Keys lists all given keys, first those without an equivalent.
 	Keys []Key `json:"keys"`
 	// YAML is a file for lookaside serve --config, with comments.
 	YAML string `json:"yaml"`
 }
 
-// Convert converts. An error means that the source cannot be understood, or that a value is not
-// what its key wants; a key that has no equivalent is no error. Errors and results repeat no
+// Convert converts a configuration. It returns an error if the source cannot be parsed or a value
+// is not valid for its key. A key without an equivalent is no error. Errors and results contain no
 // secret.
 func Convert(src Source) (*Result, error) {
 	c := &converter{src: src, config: map[string]*given{}, extra: map[string]*given{}}
@@ -119,7 +119,7 @@ func Convert(src Source) (*Result, error) {
 	return r, nil
 }
 
-// Missing are the keys without an equivalent.
+// Missing returns the keys without an equivalent.
 func (r *Result) Missing() []Key {
 	return slices.DeleteFunc(slices.Clone(r.Keys), func(k Key) bool {
 		return k.Outcome != None &&
@@ -127,8 +127,8 @@ func (r *Result) Missing() []Key {
 	})
 }
 
-// WriteTable writes what became of the keys, for people. Those that say all that there is to say by
-// themselves are only counted.
+// WriteTable writes for people what became of the keys. Keys that need no explanation are only
+// counted.
 func (r *Result) WriteTable(w io.Writer) error {
 	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	counts := map[Outcome]int{}
@@ -171,12 +171,12 @@ func (r *Result) WriteTable(w io.Writer) error {
 	return err
 }
 
-// A setting is one of Lookaside's.
+// A setting is one of Lookaside's settings.
 type setting struct {
 	key   string
 	value any    // string, int, float64, bool, []string or []device
-	from  string // what it was in LMCache
-	note  string // what its reader should know
+	from  string // its form in LMCache
+	note  string // a remark for the reader
 }
 
 // A tier is an entry of the list tiers.
@@ -203,13 +203,13 @@ func (t *tier) note(text string) {
 	}
 }
 
-// A device is one of a dax tier's.
+// A device is a device of a dax tier.
 type device struct {
 	Path string `json:"path"`
 	Size string `json:"size,omitempty"`
 }
 
-// A verdict is what a rule says of a key.
+// A verdict is a rule's result for a key.
 type verdict struct {
 	outcome Outcome
 	to      []string
@@ -224,7 +224,7 @@ func vllm(to, why string) verdict { return verdict{VLLM, []string{to}, why} }
 
 func became(why string, to ...string) verdict { return verdict{Set, to, why} }
 
-// A converter is one conversion under way.
+// A converter is a conversion in progress.
 type converter struct {
 	src       Source
 	config    map[string]*given // LMCache's configuration, by current names
@@ -238,12 +238,12 @@ type converter struct {
 	connector []setting
 	role      string // kv_role, if it is not kv_both
 	keys      []Key
-	arena     []device // that the arena lies on
-	arenaFrom *given   // what put it there
-	eviction  string   // of tiers, as cache_policy has it; or ""
+	arena     []device // the arena's devices
+	arenaFrom *given   // the key that put the arena there
+	eviction  string   // of tiers, from cache_policy; or ""
 }
 
-// set sets a setting; the last one counts.
+// set sets a setting; the last call for a key counts.
 func (c *converter) set(key string, value any, from *given, note string) {
 	c.settings = put(c.settings, setting{key, value, from.origin(), note})
 }
@@ -265,12 +265,12 @@ func put(list []setting, s setting) []setting {
 func (c *converter) tell(g *given, v verdict) {
 	k := Key{Key: g.shown, From: g.from, Value: g.safe(), Outcome: v.outcome, To: v.to, Why: v.why}
 	if v.outcome == Unknown {
-		k.Value = notShown // it could be anything, a secret too
+		k.Value = notShown // it could be anything, even a secret
 	}
 	c.keys = append(c.keys, k)
 }
 
-// addTier adds a tier below those that there are.
+// addTier adds a tier below the existing ones.
 func (c *converter) addTier(kind string, from *given) *tier {
 	t := &tier{kind: kind, from: from.shown}
 	c.tiers = append(c.tiers, t)

@@ -11,11 +11,10 @@ import (
 	"strings"
 )
 
-// passwordEnv is the variable that a Redis password is expected in where LMCache had it in its
-// configuration.
+// passwordEnv is the variable for a Redis password that LMCache had in its configuration.
 const passwordEnv = "REDIS_PASSWORD"
 
-// schemes are those of remote_url that are no tier.
+// schemes has the reasons for schemes of remote_url that do not become a tier.
 var schemes = map[string]string{
 	"lm":                 "LMCache's own server is not spoken to: a redis or s3 tier takes its place",
 	"mooncakestore":      "Mooncake is not a tier: a redis or s3 tier shares between hosts",
@@ -42,7 +41,7 @@ var schemes = map[string]string{
 	"cuobject":           "objects move over HTTP: an s3 tier at the same endpoint takes its place",
 }
 
-// hostPorts is what a Valkey server is called where the scheme was left out.
+// hostPorts matches the address of a Valkey server without a scheme.
 var hostPorts = regexp.MustCompile(
 	`^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}(?:\s*,\s*(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5})*/?$`)
 
@@ -97,7 +96,7 @@ func (c *converter) extraText(keys ...string) string {
 	return ""
 }
 
-// smallest is the smallest of some numbers of extra_config, or 0.
+// smallest returns the smallest of some numbers of extra_config, or 0.
 func (c *converter) smallest(keys ...string) (n int) {
 	for _, key := range keys {
 		if g := c.extra[key]; g != nil {
@@ -215,9 +214,9 @@ func (c *converter) passwordFrom(t *tier, env string) {
 	t.note("put the password into this variable of the sidecar's environment, or name a password_file")
 }
 
-// s3Parts is what there is to say of a bucket.
+// s3Parts describes a bucket.
 type s3Parts struct {
-	endpoint      string // the bucket, or a host that begins with it, or (style path) the server
+	endpoint      string // the bucket, a host that begins with it, or (style path) the server
 	region        string
 	prefix        string
 	style, bucket string
@@ -240,7 +239,7 @@ func (c *converter) s3Tier(g *given, p s3Parts) (verdict, error) {
 	case strings.EqualFold(p.style, "path") || p.bucket != "":
 		bucket, server = p.bucket, host
 	case strings.Contains(host, ".") || err == nil && strings.Contains(name, "."):
-		// A host of the bucket's own.
+		// a host of the bucket's own
 		bucket, server, _ = strings.Cut(host, ".")
 		virtual = true
 		why = "LMCache takes the host's first name for the bucket, and so does this: where it is none, set url and endpoint"
@@ -284,7 +283,7 @@ func (c *converter) s3Tier(g *given, p s3Parts) (verdict, error) {
 	return became(why, "tiers: s3"), nil
 }
 
-// remotePart is a rule for a key that was read when the tier of remote_url was made.
+// remotePart returns a rule for a key that was read when the tier of remote_url was made.
 func remotePart(kind, setting string) rule {
 	return func(c *converter, g *given) (verdict, error) {
 		if !c.remoteIs(kind) {
@@ -299,7 +298,7 @@ func remotePart(kind, setting string) rule {
 	}
 }
 
-// partOfRemote is a rule for what a tier of remote_url does not have.
+// partOfRemote returns a rule for a feature that a tier of remote_url does not have.
 func partOfRemote(kind, why string) rule {
 	return func(c *converter, g *given) (verdict, error) {
 		if !c.remoteIs(kind) {
@@ -309,7 +308,7 @@ func partOfRemote(kind, why string) rule {
 	}
 }
 
-// secretOf is a rule for a secret, which is not written into a file of settings.
+// secretOf returns a rule for a secret, which is not written into a file of settings.
 func secretOf(kind, why string) rule {
 	return func(c *converter, _ *given) (verdict, error) {
 		if !c.remoteIs(kind) {
@@ -347,7 +346,7 @@ func remoteSerde(c *converter, g *given) (verdict, error) {
 	}
 }
 
-// pluginPaths are the directories of remote_storage_plugins' fs instances.
+// pluginPaths returns the directories of the fs instances of remote_storage_plugins.
 func (c *converter) pluginPaths(name string) *given {
 	if g := c.extra["remote_storage_plugin."+name+".base_path"]; g != nil {
 		return g
@@ -390,7 +389,7 @@ func remotePluginKey(c *converter, g *given) (verdict, error) {
 	return partOfPlugins("the disk tier has nothing like it")(c, g)
 }
 
-// partOfPlugins is a rule for keys of LMCache's file-system connector.
+// partOfPlugins returns a rule for keys of LMCache's file-system connector.
 func partOfPlugins(why string) rule {
 	return func(c *converter, g *given) (verdict, error) {
 		if slices.ContainsFunc(c.tiers, func(t *tier) bool { return t.from == g.shown }) {

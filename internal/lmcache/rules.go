@@ -11,13 +11,14 @@ import (
 	"time"
 )
 
-// A rule says what becomes of a key. The converter has all keys: a rule may look at others.
+// A rule returns what becomes of a key. The converter has all keys, so a rule may read others.
 type rule func(*converter, *given) (verdict, error)
 
-// say is a rule that always says the same.
+// say returns a rule with a fixed verdict.
 func say(v verdict) rule { return func(*converter, *given) (verdict, error) { return v, nil } }
 
-// lost is a rule for what Lookaside does not have: that is of no matter where it was off.
+// lost returns a rule for a feature that Lookaside does not have. It does not matter if the feature
+// was off.
 func lost(why string) rule {
 	return func(_ *converter, g *given) (verdict, error) {
 		if g.off() {
@@ -27,7 +28,7 @@ func lost(why string) rule {
 	}
 }
 
-// partOf is a rule for a key that says something only together with another one.
+// partOf returns a rule for a key that has a meaning only together with another key.
 func partOf(key, why string) rule {
 	return func(c *converter, g *given) (verdict, error) {
 		if c.config[key].off() && c.extra[key].off() {
@@ -37,7 +38,7 @@ func partOf(key, why string) rule {
 	}
 }
 
-// The reasons that several keys share.
+// These are reasons that several keys share.
 const (
 	whyBlend   = "KV of text that is not a prefix is not reused"
 	whyP2P     = "sidecars of one host find each other and share by themselves (peers.enabled); those of several hosts share a redis or s3 tier"
@@ -58,8 +59,8 @@ const (
 	whyPersist = "what a tier holds is always found again after a restart"
 )
 
-// configTable is what becomes of the keys of LMCache's configuration, in the order in which they
-// are treated.
+// configTable has the rules for the keys of LMCache's configuration, in the order of their
+// conversion.
 var configTable = []struct {
 	keys string // separated by spaces
 	rule rule
@@ -198,8 +199,8 @@ var configTable = []struct {
 	{"ec", lost(whyEncoder)},
 }
 
-// extraTable is what becomes of the keys of extra_config. One that ends in * is for all that begin
-// so.
+// extraTable has the rules for the keys of extra_config. A key that ends in * matches all keys with
+// that prefix.
 var extraTable = []struct {
 	keys string
 	rule rule
@@ -290,7 +291,7 @@ var extraTable = []struct {
 var configRules = map[string]rule{}
 
 func init() {
-	configRules["extra_config"] = say(verdict{}) // whose keys have rules
+	configRules["extra_config"] = say(verdict{}) // the keys in it have rules of their own
 	for _, e := range configTable {
 		for key := range strings.FieldsSeq(e.keys) {
 			configRules[key] = e.rule
@@ -298,7 +299,7 @@ func init() {
 	}
 }
 
-// environRules are for variables that are no keys of the configuration.
+// environRules has the rules for variables that are not keys of the configuration.
 var environRules = map[string]func(*converter, *given) verdict{
 	"LMCACHE_CONFIG_FILE": func(*converter,
 		*given) verdict {
@@ -361,7 +362,7 @@ func sentinelVariable(c *converter, _ *given) verdict {
 	return became("", "tiers: redis")
 }
 
-// applyConfig treats the keys of the configuration.
+// applyConfig converts the keys of the configuration.
 func (c *converter) applyConfig() error {
 	if len(c.config)+len(c.extra) > 0 && c.config["max_local_cpu_size"] == nil {
 		c.set("arena.limit", "5G", nil, "LMCache's own default, as max_local_cpu_size was not set")
@@ -382,7 +383,7 @@ func (c *converter) applyConfig() error {
 		}
 		return err
 	}
-	// Devices first: of all tiers they are nearest.
+	// Devices first: they are the nearest tiers.
 	for _, e := range extraTable {
 		for key := range strings.FieldsSeq(e.keys) {
 			if g := c.extra[key]; g != nil && strings.HasPrefix(key, "dax.") {
@@ -443,7 +444,7 @@ func arenaLimit(c *converter, g *given) (verdict, error) {
 	return became("", "arena.limit"), nil
 }
 
-// limit is the arena's limit in bytes.
+// limit returns the arena's limit in bytes.
 func (c *converter) limit() int64 {
 	n := int64(5 << 30)
 	if g := c.config["max_local_cpu_size"]; g != nil {
@@ -480,7 +481,7 @@ func (g *given) orZero() (float64, error) {
 	return g.number()
 }
 
-// LMCache's lazy allocator, by its own defaults.
+// These are the defaults of LMCache's lazy allocator.
 const (
 	lazyInitial = 0.2
 	lazyStep    = 0.1
@@ -501,8 +502,8 @@ func lazyAllocator(c *converter, g *given) (verdict, error) {
 	return became("", "arena.initial", "arena.step", "arena.grow_at"), nil
 }
 
-// setRatio sets a size that is a part of the arena. A step is large enough for the number of steps
-// that there may be.
+// setRatio sets a size to a part of the arena. A step is large enough to stay within the largest
+// number of steps.
 func (c *converter) setRatio(key string, ratio float64, g *given) {
 	if key == "arena.step" {
 		ratio = max(ratio, 1.0/50)
@@ -608,7 +609,7 @@ func numaMode(c *converter, g *given) (verdict, error) {
 	return became("auto is the node of the CPUs that a sidecar may run on: bind it, or set the node of its GPU", "arena.numa"), nil
 }
 
-// policies are those of LMCache, with those that decide most alike.
+// policies maps LMCache's policies to ours that decide most similarly.
 var policies = map[string]struct{ name, why string }{
 	"lru":         {"lru", ""},
 	"lfu":         {"wtinylfu", "frequency decides, of the recent past"},
@@ -724,7 +725,7 @@ func blockingTimeout(c *converter, g *given) (verdict, error) {
 	return v, nil
 }
 
-// duration writes seconds.
+// duration returns seconds as text.
 func duration(seconds float64) string {
 	d := time.Duration(seconds * float64(time.Second)).Round(time.Millisecond)
 	if d%time.Second == 0 && d < 2*time.Minute {
@@ -777,7 +778,7 @@ func pinTimeout(c *converter, g *given) (verdict, error) {
 	return became("it runs until a worker begins to load; from then on the lease lasts as long as the worker", "lookup.lease"), nil
 }
 
-// channel is a rule for what LMCache's transfer from prefiller to decoder is set up by.
+// channel is the rule for keys that configure LMCache's transfer from prefiller to decoder.
 func channel(c *converter, _ *given) (verdict, error) {
 	if c.config["enable_pd"].off() {
 		return unused("enable_pd is off"), nil
@@ -814,7 +815,7 @@ func apiServer(c *converter, g *given) (verdict, error) {
 	return became(why, "admin.listen"), nil
 }
 
-// size writes bytes exactly.
+// size returns an exact number of bytes as text.
 func size(n int64) string {
 	for i, unit := range []string{"T", "G", "M", "K"} {
 		if one := int64(1) << (40 - 10*i); n >= one && n%one == 0 {

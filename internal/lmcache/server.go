@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// serverFlags are those of LMCache's server that take no value.
+// serverSwitches lists the flags of LMCache's server without a value.
 var serverSwitches = []string{
 	"isolated-ipc", "enable-segmented-prefix", "enable-dedup-content", "separate-object-groups",
 	"l1-use-lazy", "l1-use-hugepages", "gds-l1-use-direct-io",
@@ -17,7 +17,7 @@ var serverSwitches = []string{
 	"enable-tracing", "enable-extra-logging", "run-script-api-enabled",
 }
 
-// readServer takes the flags of the server's command line.
+// readServer reads the flags of the server's command line.
 func (c *converter) readServer() error {
 	args := c.src.Server
 	for len(args) > 0 && !strings.HasPrefix(args[0], "-") {
@@ -36,7 +36,7 @@ func (c *converter) readServer() error {
 			name = base
 			v = !negated
 		case !hasValue:
-			// A list goes on until the next flag.
+			// a list continues until the next flag
 			var values []string
 			for i+1 < len(args) && !strings.HasPrefix(args[i+1], "--") {
 				i++
@@ -55,7 +55,7 @@ func (c *converter) readServer() error {
 
 func redact(text string) string { return (&given{value: text}).safe() }
 
-// The reasons that several flags share.
+// These are reasons that several flags share.
 const (
 	whyTransport = "vLLM finds the sidecar by lookaside.endpoint, on the same host: there is no port for it"
 	whyShared    = "LMCache's server held this for all ranks together: where there are several, give each rank's sidecar the same device, with arena.ranks and its arena.rank. Changing devices while it serves wants arena.hotplug: true"
@@ -63,8 +63,8 @@ const (
 	whyTrace     = "there is no export of traces, and /metrics is always served by the admin server; what is stored and dropped is published by events.endpoint"
 )
 
-// serverTable is what becomes of the flags of LMCache's server. Separated by spaces; one that ends
-// in * is for all that begin so.
+// serverTable has the rules for the flags of LMCache's server, separated by spaces. A flag that
+// ends in * matches all flags with that prefix.
 var serverTable = []struct {
 	keys string
 	rule rule
@@ -124,7 +124,7 @@ var serverTable = []struct {
 			return none("the arena keeps what passes through it until room is wanted"), nil
 		}
 		v, err := cachePolicy(c, g)
-		c.eviction = "" // adapters have their own
+		c.eviction = "" // adapters have their own policy
 		return v, err
 	}},
 	{"eviction-trigger-watermark eviction-ratio", say(builtIn(whyPolicy))},
@@ -193,7 +193,7 @@ var serverTable = []struct {
 	{"disable-* enable-tracing enable-extra-logging extra-logging-interval event-bus-queue-size otlp-endpoint metrics-sample-rate trace-level trace-output", lost(whyTrace)},
 }
 
-// mpTable is what becomes of what vLLM passes on to LMCache's connectors.
+// mpTable has the rules for the keys that vLLM passes on to LMCache's connectors.
 var mpTable = []struct {
 	keys string
 	rule rule
@@ -238,7 +238,7 @@ var mpTable = []struct {
 		lost("a hit ends at a whole block before the last token")},
 }
 
-// applyServer treats the flags of the server's command line, and what vLLM passes on.
+// applyServer converts the flags of the server's command line and the keys that vLLM passes on.
 func (c *converter) applyServer() error {
 	apply := func(list []*given, table []struct {
 		keys string
@@ -271,7 +271,7 @@ func (c *converter) applyServer() error {
 	return apply(c.mp, mpTable, "it is none of LMCache's: other connectors may have it")
 }
 
-// flag is a flag of the server, or nil.
+// flag returns a flag of the server, or nil.
 func (c *converter) flag(name string) *given {
 	for _, g := range c.server {
 		if g.key == name {
@@ -304,16 +304,16 @@ func arenaLimitOfServer(c *converter, g *given) (verdict, error) {
 	return became("LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them", "arena.limit"), nil
 }
 
-// managerType is the type of an L1 manager.
+// managerType returns the type of an L1 manager.
 func managerType(g *given) string {
 	var m struct {
 		Type string `json:"type"`
 	}
-	_ = json.Unmarshal([]byte(g.text()), &m) // what is no JSON has none
+	_ = json.Unmarshal([]byte(g.text()), &m) // text that is not JSON has no type
 	return m.Type
 }
 
-// l1Manager treats one of the server's L1 managers, which is JSON.
+// l1Manager is the rule for the server's L1 managers, whose values are JSON.
 func l1Manager(c *converter, g *given) (verdict, error) {
 	var m struct {
 		Type   string  `json:"type"`

@@ -16,13 +16,13 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// maxText bounds each text that is read.
+// maxText bounds each text.
 const maxText = 1 << 20
 
-// A given is a key with its value, as one source has it.
+// A given is a key with its value from one source.
 type given struct {
-	key   string // by which rules know it
-	shown string // as it was written
+	key   string // the name in rules
+	shown string // the name as written
 	from  string
 	value any
 }
@@ -34,7 +34,7 @@ func (g *given) origin() string {
 	return g.shown + ": " + g.safe()
 }
 
-// notShown takes the place of a value that is a secret, or could be one.
+// notShown replaces a value that is or could be a secret.
 const notShown = "(not shown)"
 
 var secretName = regexp.MustCompile(
@@ -42,7 +42,7 @@ var secretName = regexp.MustCompile(
 
 var userInfo = regexp.MustCompile(`//[^/@\s]*@`)
 
-// safe is the value without what could be a secret.
+// safe returns the value without possible secrets.
 func (g *given) safe() string {
 	if secretName.MatchString(g.shown) {
 		return notShown
@@ -71,7 +71,7 @@ func (g *given) safe() string {
 	return text
 }
 
-// text is the value as a word.
+// text returns the value as a word.
 func (g *given) text() string {
 	switch v := g.value.(type) {
 	case nil:
@@ -86,7 +86,7 @@ func (g *given) text() string {
 	return fmt.Sprint(g.value)
 }
 
-// list is the value as a list of words; a word with commas is one.
+// list returns the value as a list of words. A word with commas is a list.
 func (g *given) list() []string {
 	var out []string
 	switch v := g.value.(type) {
@@ -109,7 +109,7 @@ func (g *given) wrong(want string) error {
 	return fmt.Errorf("%s: %s is not %s", g.shown, strconv.Quote(g.safe()), want)
 }
 
-// number is the value as a number, which is finite.
+// number returns the value as a finite number.
 func (g *given) number() (float64, error) {
 	f, err := strconv.ParseFloat(strings.TrimSpace(g.text()), 64)
 	if err != nil || math.IsInf(f, 0) || math.IsNaN(f) {
@@ -118,7 +118,7 @@ func (g *given) number() (float64, error) {
 	return f, nil
 }
 
-// integer is the value as a whole number from low to high.
+// integer returns the value as a whole number from low to high.
 func (g *given) integer(low, high int) (int, error) {
 	f, err := g.number()
 	if err != nil || f != math.Trunc(f) || f < float64(low) || f > float64(high) {
@@ -127,13 +127,13 @@ func (g *given) integer(low, high int) (int, error) {
 	return int(f), nil
 }
 
-// boolean is the value as LMCache understands it: everything but true and 1 is false.
+// boolean returns the value as LMCache reads it: everything except true and 1 is false.
 func (g *given) boolean() bool {
 	t := strings.ToLower(strings.TrimSpace(g.text()))
 	return t == "true" || t == "1"
 }
 
-// off reports whether the value says that what the key is about is not in use.
+// off reports whether the value turns the feature off.
 func (g *given) off() bool {
 	if g == nil {
 		return true
@@ -153,7 +153,7 @@ func (g *given) off() bool {
 	return false
 }
 
-// bytes is a number of GiB, as LMCache's sizes are.
+// bytes returns the value, a number of GiB like all sizes of LMCache, in bytes.
 func (g *given) bytes() (int64, error) {
 	f, err := g.number()
 	if err != nil {
@@ -165,7 +165,7 @@ func (g *given) bytes() (int64, error) {
 	return int64(f), nil
 }
 
-// absolute is a path from the root. Its note says what it was, if that changed.
+// absolute returns an absolute path. Its note contains the original path if that changed.
 func (c *converter) absolute(g *given, path string) (string, error) {
 	path = strings.TrimPrefix(path, "file://")
 	base := ""
@@ -184,7 +184,7 @@ func (c *converter) absolute(g *given, path string) (string, error) {
 	return filepath.Clean(path), nil
 }
 
-// parse reads YAML or JSON.
+// parse parses YAML or JSON.
 func parse(name string, text []byte) (v any, err error) {
 	if len(text) > maxText {
 		return nil, fmt.Errorf("%s is larger than %d bytes", name, maxText)
@@ -192,7 +192,7 @@ func parse(name string, text []byte) (v any, err error) {
 	if !utf8.Valid(text) {
 		return nil, fmt.Errorf("%s is not UTF-8", name)
 	}
-	if json.Unmarshal(text, &v) == nil { // which may have tabs in it
+	if json.Unmarshal(text, &v) == nil { // JSON may contain tabs
 		return v, nil
 	}
 	var doc yaml.Node
@@ -212,9 +212,9 @@ func parse(name string, text []byte) (v any, err error) {
 // maxKeys bounds the keys of one map. LMCache has some 200.
 const maxKeys = 2048
 
-// checkKeys refuses maps with too many keys, or with the same key twice. The decoder compares each
-// key with each other, and has a message for each pair that is alike: a few KiB of one key take
-// minutes and all memory.
+// checkKeys refuses maps with too many keys or with the same key twice. The decoder compares each
+// key with every other and makes a message for each equal pair: a few KiB of one key take minutes
+// and all memory.
 func checkKeys(n *yaml.Node) error {
 	if n.Kind == yaml.MappingNode {
 		if len(n.Content) > 2*maxKeys {
@@ -233,7 +233,7 @@ func checkKeys(n *yaml.Node) error {
 			lines[key.Value] = key.Line
 		}
 	}
-	for _, c := range n.Content { // an alias has none
+	for _, c := range n.Content { // an alias has no content
 		if err := checkKeys(c); err != nil {
 			return err
 		}
@@ -241,7 +241,7 @@ func checkKeys(n *yaml.Node) error {
 	return nil
 }
 
-// aliases are earlier names of keys.
+// aliases maps earlier names of keys to the current ones.
 var aliases = map[string]string{
 	"enable_xpyd": "enable_pd", "nixl_peer_host": "pd_peer_host",
 	"nixl_peer_init_port": "pd_peer_init_port", "nixl_peer_alloc_port": "pd_peer_alloc_port",
@@ -261,7 +261,7 @@ func current(key string) string {
 	return key
 }
 
-// read takes the source apart.
+// read reads all parts of the source.
 func (c *converter) read() error {
 	name := c.src.Name
 	if name == "" {
@@ -299,7 +299,7 @@ func (c *converter) read() error {
 	return nil
 }
 
-// readText understands what kind of text it is.
+// readText reads the text, after detecting its kind.
 func (c *converter) readText(name string, v any) error {
 	switch v := v.(type) {
 	case nil:
@@ -331,7 +331,7 @@ func (c *converter) readText(name string, v any) error {
 	return fmt.Errorf("%s: it holds a single %T, not keys and values", name, v)
 }
 
-// readKey takes a key of LMCache's configuration. What the same key had before is overridden.
+// readKey reads a key of LMCache's configuration. It overrides an earlier value of the key.
 func (c *converter) readKey(from, shown, key string, value any) error {
 	g := &given{current(key), shown, from, value}
 	if g.key == "extra_config" {
@@ -361,7 +361,7 @@ func (c *converter) readKey(from, shown, key string, value any) error {
 	return nil
 }
 
-// take remembers a key. What it had from another source is overridden.
+// take stores a key. It overrides a value from another source.
 func (c *converter) take(in map[string]*given, g *given) {
 	if before := in[g.key]; before != nil && g.value != nil {
 		c.tell(before, unused("overridden by "+g.shown))
@@ -371,7 +371,7 @@ func (c *converter) take(in map[string]*given, g *given) {
 	in[g.key] = g
 }
 
-// readTransfer takes what vLLM passes on to LMCache's connectors.
+// readTransfer reads what vLLM passes on to LMCache's connectors.
 func (c *converter) readTransfer(m map[string]any) {
 	for _, key := range slices.Sorted(maps.Keys(m)) {
 		name, ours := strings.CutPrefix(key, "lmcache.")
@@ -387,7 +387,7 @@ func (c *converter) readTransfer(m map[string]any) {
 	}
 }
 
-// readEnviron takes LMCache's variables.
+// readEnviron reads LMCache's variables.
 func (c *converter) readEnviron() error {
 	environ := slices.Sorted(slices.Values(c.src.Environ))
 	for _, e := range environ {
@@ -418,7 +418,7 @@ func (c *converter) readEnviron() error {
 	return nil
 }
 
-// unquote takes the quotes from a variable's value, as LMCache does.
+// unquote removes the quotes from a variable's value, as LMCache does.
 func unquote(v string) string {
 	v = strings.TrimSpace(v)
 	if n := len(v); n >= 2 && v[0] == v[n-1] && (v[0] == '"' || v[0] == '\'') {
@@ -427,7 +427,7 @@ func unquote(v string) string {
 	return v
 }
 
-// variable is a variable of the environment, or "".
+// variable returns a variable of the environment, or "".
 func (c *converter) variable(name string) string {
 	for _, e := range c.src.Environ {
 		if v, ok := strings.CutPrefix(e, name+"="); ok {

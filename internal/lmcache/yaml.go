@@ -11,10 +11,10 @@ import (
 	"unicode/utf8"
 )
 
-// sections are those of Lookaside's settings that are written, in their order.
+// sections lists the sections of Lookaside's settings in the order of the output.
 var sections = []string{"arena", "tiers", "lookup", "admin", "log"}
 
-// yaml writes the settings with comments.
+// yaml returns the settings as YAML with comments.
 func (c *converter) yaml() string {
 	var b strings.Builder
 	from := "LMCache's configuration"
@@ -46,7 +46,7 @@ func (c *converter) yaml() string {
 	for _, s := range c.connector {
 		m[s.key] = s.value
 	}
-	// its values are words, numbers and truths
+	// its values are words, numbers and booleans
 	j, _ := json.Marshal(transferConfig{"LookasideConnector", "lookaside.connector",
 		cmp.Or(c.role, "kv_both"), "recompute", m})
 	b.WriteString("\n# For vLLM, --kv-transfer-config:\n#   " + string(j) + "\n")
@@ -71,7 +71,7 @@ type transferConfig struct {
 	Extra      map[string]any `json:"kv_connector_extra_config"`
 }
 
-// why is a reason as comments have it.
+// why returns a reason in the form of comments.
 func why(k Key) string {
 	if k.Outcome == Unknown {
 		return "unknown: " + k.Why
@@ -129,18 +129,18 @@ func writeSetting(b *strings.Builder, indent string, s setting) {
 	}
 }
 
-// plain words need no quotes in YAML, whatever its version.
+// plain matches words that need no quotes in any version of YAML.
 var plain = regexp.MustCompile(
 	`^[A-Za-z/][A-Za-z0-9_./@+-]*(:[A-Za-z0-9_./@+-]+)*$|^[0-9]+(\.[0-9]+)?(K|M|G|T|ms|s|m|h)$`)
 
 var reserved = []string{"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
-// scalar writes a word so that YAML reads it as that word.
+// scalar returns a word in the form that YAML reads as that word.
 func scalar(v string) string {
 	if plain.MatchString(v) && !slices.Contains(reserved, strings.ToLower(v)) {
 		return v
 	}
-	j, _ := json.Marshal(v) // a string always can be
+	j, _ := json.Marshal(v) // a string can always be marshalled
 	var b strings.Builder
 	for _, r := range string(j) {
 		if unicode.IsPrint(r) {
@@ -152,7 +152,7 @@ func scalar(v string) string {
 	return b.String()
 }
 
-// oneLine is text that ends no comment, and that YAML allows in one.
+// oneLine returns text that does not end a comment and that YAML allows in one.
 func oneLine(text string) string {
 	return strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {
@@ -162,7 +162,7 @@ func oneLine(text string) string {
 	}, strings.ToValidUTF8(text, "?"))
 }
 
-// comment writes text as lines of a comment; hang is what they begin with.
+// comment returns text as lines of a comment; hang is the start of each line.
 func comment(indent, text, hang string) string {
 	const width = 130
 	var b strings.Builder
@@ -179,7 +179,7 @@ func comment(indent, text, hang string) string {
 	return b.String()
 }
 
-// sentence writes a note as a sentence.
+// sentence returns a note as a sentence.
 func sentence(text string) string {
 	r, n := utf8.DecodeRuneInString(text)
 	return string(unicode.ToUpper(r)) + text[n:] + "."

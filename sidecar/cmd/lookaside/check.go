@@ -102,7 +102,8 @@ func checkPaths(ctx context.Context, paths []string, offset string,
 	return slab.Check(ctx, o)
 }
 
-// checkProgress prints how far a check is, where somebody sees it; nil elsewhere.
+// checkProgress returns a function that prints the progress of a check, or nil if w is not a
+// terminal.
 func checkProgress(w io.Writer) func(done, total int64) {
 	f, ok := w.(*os.File)
 	if !ok {
@@ -140,8 +141,8 @@ func writeReport(w io.Writer, r *slab.Report) error {
 	return t.Flush()
 }
 
-// interruptible is a context that ends with the first Ctrl-C or SIGTERM; after it, the next one
-// ends the process.
+// interruptible returns a context that ends with the first Ctrl-C or SIGTERM. The next one ends the
+// process.
 func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop)

@@ -25,7 +25,7 @@ func newConfig() *cobra.Command {
 	return cmd
 }
 
-// maxConfigText bounds what is read from a file or standard input.
+// maxConfigText bounds the text of a file or of standard input.
 const maxConfigText = 1 << 20
 
 func newFromLMCache() *cobra.Command {
@@ -81,7 +81,7 @@ they belong.`,
 				return err
 			}
 			if src.Home, err = os.UserHomeDir(); err != nil {
-				src.Home = "" // a path with ~ says so
+				src.Home = "" // a path with ~ is an error then
 			}
 			result, err := lmcache.Convert(src)
 			if err != nil {
@@ -113,7 +113,7 @@ they belong.`,
 	return cmd
 }
 
-// readSource reads what file names: a file, standard input, or the text itself.
+// readSource reads the source that file names: a file, standard input, or the text itself.
 func readSource(stdin io.Reader, file string, src *lmcache.Source) error {
 	if t := strings.TrimSpace(file); t == "" {
 		return nil
@@ -131,7 +131,7 @@ func readSource(stdin io.Reader, file string, src *lmcache.Source) error {
 		r, src.Name = f, file
 	}
 	var err error
-	// what is longer is refused where it is parsed
+	// the parser refuses longer texts
 	src.Text, err = io.ReadAll(io.LimitReader(r, maxConfigText+1))
 	return err
 }

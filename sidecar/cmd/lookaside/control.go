@@ -15,25 +15,25 @@ import (
 	"lookaside/sidecar/settings"
 )
 
-// A control is what the commands that talk to the admin socket share.
+// A control is shared by the commands that use the admin socket.
 type control struct {
 	asJSON bool
 	cfg    settings.Config
 }
 
-// flags adds the flags of all of them to cmd.
+// flags adds the flags that all these commands have to cmd.
 func (c *control) flags(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&c.asJSON, "json", false, "print JSON")
 	settings.AddFlags(cmd.Flags(), "runtime.dir")
 }
 
-// load reads which sidecar the flags and the environment name.
+// load finds which sidecar the flags and the environment name.
 func (c *control) load(cmd *cobra.Command) (err error) {
 	c.cfg, err = settings.Load(cmd.Flags(), os.Environ())
 	return err
 }
 
-// client finds the sidecar that the flags and the environment name.
+// client returns a client of the sidecar that the flags and the environment name.
 func (c *control) client(cmd *cobra.Command) (*admin.Client, error) {
 	if err := c.load(cmd); err != nil {
 		return nil, err
@@ -41,7 +41,7 @@ func (c *control) client(cmd *cobra.Command) (*admin.Client, error) {
 	return admin.NewClient(c.cfg.Runtime.Dir), nil
 }
 
-// print prints the answer as JSON, or calls table.
+// print prints the response as JSON, or calls table.
 func (c *control) print(cmd *cobra.Command, answer any, table func(io.Writer) error) error {
 	if c.asJSON {
 		return printJSON(cmd.OutOrStdout(), answer)
@@ -49,7 +49,7 @@ func (c *control) print(cmd *cobra.Command, answer any, table func(io.Writer) er
 	return table(cmd.OutOrStdout())
 }
 
-// A prefix is the flags of a command that names one.
+// A prefix holds the flags of a command on a prefix.
 type prefix struct {
 	prompt
 	space   string
@@ -76,7 +76,7 @@ func (p *prefix) named(args []string) bool {
 	return p.prompt.given() || p.hashes != "" || len(args) > 0
 }
 
-// request is the prefix that the flags and arguments name.
+// request returns the request for the prefix that the flags and arguments name.
 func (p *prefix) request(cmd *cobra.Command, c *control, args []string) (admin.PrefixRequest,
 	error) {
 	r := admin.PrefixRequest{Space: p.space, Hashes: args}
@@ -111,12 +111,12 @@ func (p *prefix) request(cmd *cobra.Command, c *control, args []string) (admin.P
 	return r, err
 }
 
-// seconds is a timeout as requests have it.
+// seconds returns a timeout in the form of requests.
 func seconds(timeout time.Duration) admin.TimeoutRequest {
 	return admin.TimeoutRequest{TimeoutS: timeout.Seconds()}
 }
 
-// patiently bounds a request by what the sidecar is given, and a little for the way.
+// patiently bounds a request by the sidecar's own timeout, plus some time for the transfer.
 func patiently(cmd *cobra.Command, timeout time.Duration) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(cmd.Context(), timeout+10*time.Second)
 }
@@ -186,7 +186,7 @@ func newPrefetch() *cobra.Command {
 	return cmd
 }
 
-// post sends what request makes of the prefix, and shows how far the sidecar got.
+// post sends a request for the prefix, and shows how far the sidecar got.
 func (c *control) post(cmd *cobra.Command, p *prefix, args []string,
 	request func(admin.PrefixRequest) (path string, in any), what string) error {
 	r, err := p.request(cmd, c, args)

@@ -18,7 +18,7 @@ import (
 	"lookaside/sidecar/admin"
 )
 
-// A daxControl is what the commands for DAX devices share.
+// A daxControl is shared by the commands for DAX devices.
 type daxControl struct {
 	control
 	adapter int
@@ -35,12 +35,12 @@ func (c *daxControl) flags(cmd *cobra.Command) {
 	c.control.flags(cmd)
 }
 
-// arenaFlag adds the flag that says whose devices are meant.
+// arenaFlag adds the flag that selects the arena's devices.
 func arenaFlag(cmd *cobra.Command, arena *bool) {
 	cmd.Flags().BoolVar(arena, "arena", false, "the devices of the arena, and not those of a tier")
 }
 
-// target names the device of a request.
+// target returns the device's part of a request.
 func (c *daxControl) target(device string) admin.DAXTarget {
 	t := admin.DAXTarget{DevicePath: device}
 	if c.adapter >= 0 {
@@ -193,14 +193,14 @@ Ctrl-C stops: what was moved is moved, and the size stays.`,
 	return cmd
 }
 
-// Where the sidecar serves changes of devices: of tiers, and of the arena.
+// These are the sidecar's routes for changes of devices: of tiers, and of the arena.
 const (
 	daxPath         = "/reconfigure/dax/"
 	arenaPath       = daxPath + "l1/"
-	arenaChangePath = "/v1/dax/arena/" // what LMCache does not have
+	arenaChangePath = "/v1/dax/arena/" // LMCache has no such route
 )
 
-// exactly wants so many arguments.
+// exactly returns a check for a fixed number of arguments.
 func exactly(what string, n int) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if len(args) != n {
@@ -210,10 +210,10 @@ func exactly(what string, n int) cobra.PositionalArgs {
 	}
 }
 
-// progressEvery is how often a change is asked how far it is.
+// progressEvery is the interval of requests for the progress of a change.
 const progressEvery = 500 * time.Millisecond
 
-// change asks for a change of a tier's device, and shows what came of it.
+// change changes a tier's device and shows the result.
 func (c *daxControl) change(cmd *cobra.Command, operation, device string, request any) error {
 	var result admin.DAXResult
 	if err := c.ask(cmd, daxPath+operation, device, request, &result); err != nil {
@@ -222,7 +222,7 @@ func (c *daxControl) change(cmd *cobra.Command, operation, device string, reques
 	return c.print(cmd, result, func(w io.Writer) error { return showDAXResult(w, result) })
 }
 
-// changeArena asks for a change of a device of the arena, and shows what came of it.
+// changeArena changes a device of the arena and shows the result.
 func (c *daxControl) changeArena(cmd *cobra.Command, operation, device string, request any) error {
 	show := func(answer any, line string) error {
 		return c.print(cmd, answer, func(w io.Writer) error {
@@ -265,8 +265,8 @@ func (c *daxControl) changeArena(cmd *cobra.Command, operation, device string, r
 	})
 }
 
-// ask posts a request, shows how far the sidecar is with it, and takes its answer. Interrupted, it
-// stops.
+// ask posts a request, shows the sidecar's progress, and decodes the response. An interrupt ends
+// it.
 func (c *daxControl) ask(cmd *cobra.Command, path, device string, request, answer any) error {
 	client, err := c.client(cmd)
 	if err != nil {
@@ -299,10 +299,10 @@ func (c *daxControl) ask(cmd *cobra.Command, path, device string, request, answe
 	return err
 }
 
-// errUnderWay: there is no answer yet.
+// errUnderWay means that there is no response yet.
 var errUnderWay = errors.New("under way")
 
-// progress says how far the change of a device is, or nothing if that is not known.
+// progress returns how far the change of a device is, or "" if that is unknown.
 func (c *daxControl) progress(ctx context.Context, client *admin.Client, device string) string {
 	ctx, cancel := context.WithTimeout(ctx, progressEvery)
 	defer cancel()

@@ -22,23 +22,23 @@ import (
 	"lookaside/sidecar/settings"
 )
 
-// A sidecar in the background is made by three processes. The first is the command that was called,
-// with --detach. It starts the second, which leads a session of its own and becomes the sidecar,
-// and waits until that one serves or has failed. Then it ends, so that the sidecar is a descendant
-// of neither it nor of who called it: whoever kills all descendants of a process does not find it.
+// To run a sidecar in the background, the command with --detach starts a child, which leads a
+// session of its own and becomes the sidecar. The command waits until the child serves or has
+// failed, and then ends. So the sidecar is a descendant neither of the command nor of the command's
+// caller, and a program that kills all its descendants does not reach it.
 
-// The flags of serve that this is done with. The second is the descriptor that the sidecar writes
+// These are the flags of serve for this. The second one is the descriptor that the sidecar writes
 // to once it serves.
 const (
 	detachFlag = "detach"
 	readyFlag  = "ready-fd"
 )
 
-// serves is what the sidecar writes when it serves. Anything else is why it does not.
+// serves is what the sidecar writes when it serves. Any other text is the reason why it does not.
 const serves = "serves"
 
-// detach starts a sidecar in the background with the arguments of this process, and returns when it
-// serves.
+// detach starts a sidecar in the background with the arguments of this process. It returns when the
+// sidecar serves.
 func detach(cmd *cobra.Command, args []string) error {
 	cfg, err := settings.Load(cmd.Flags(), os.Environ())
 	if err != nil {
@@ -61,7 +61,7 @@ func detach(cmd *cobra.Command, args []string) error {
 		return err
 	}
 	w.Close()
-	// Whoever ends this process while it waits means the sidecar.
+	// A signal to this process during the wait is meant for the sidecar.
 	signals := make(chan os.Signal, 1)
 	signal.Notify(signals, os.Interrupt, unix.SIGTERM, unix.SIGHUP)
 	defer signal.Stop(signals)
@@ -95,15 +95,15 @@ func detach(cmd *cobra.Command, args []string) error {
 		log)}
 }
 
-// withoutDetach removes the flag from a command line.
+// withoutDetach returns a command line without the flag.
 func withoutDetach(args []string) []string {
 	return slices.DeleteFunc(slices.Clone(args), func(arg string) bool {
 		return arg == "--"+detachFlag || strings.HasPrefix(arg, "--"+detachFlag+"=")
 	})
 }
 
-// reportTo returns a function that writes to the descriptor that the sidecar serves, for nil, or
-// why it does not. Only its first call does anything.
+// reportTo returns a function that writes to the descriptor: that the sidecar serves, for nil, or
+// the error. Only its first call has an effect.
 func reportTo(fd int) (func(error), error) {
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, unix.FD_CLOEXEC); err != nil {
 		return nil, fmt.Errorf("--%s=%s: %w", readyFlag, strconv.Itoa(fd), err)
@@ -116,7 +116,7 @@ func reportTo(fd int) (func(error), error) {
 			if err != nil {
 				text = strings.ReplaceAll(err.Error(), "\n", "; ")
 			}
-			_, _ = f.WriteString(text) // nobody may be left who reads it
+			_, _ = f.WriteString(text) // the reader may be gone
 			f.Close()
 		})
 	}, nil

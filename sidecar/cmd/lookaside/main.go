@@ -1,5 +1,5 @@
 // Lookaside keeps the KV cache of vLLM workers outside the engine. This binary is the sidecar and
-// the tools to look at it.
+// the tools to inspect it.
 package main
 
 import (
@@ -25,14 +25,14 @@ func main() {
 	}
 }
 
-// How a command ends that fails. docs/operations.md has these, too.
+// These are the exit codes of failed commands. docs/operations.md lists them too.
 const (
 	exitFailure  = 1
 	exitOwned    = 75 // EX_TEMPFAIL: another sidecar has the directory
-	exitSettings = 78 // EX_CONFIG: with these settings it cannot start on this host
+	exitSettings = 78 // EX_CONFIG: the sidecar cannot start on this host with these settings
 )
 
-// coded is an error that says how the process ends.
+// coded is an error with the exit code of the process.
 type coded struct {
 	code int
 	error
@@ -40,7 +40,7 @@ type coded struct {
 
 func (c coded) Unwrap() error { return c.error }
 
-// helpColumns is how wide the help of flags is.
+// helpColumns is the width of the help of flags.
 const helpColumns = 120
 
 func newRoot() *cobra.Command {
@@ -62,5 +62,5 @@ func newRoot() *cobra.Command {
 	return root
 }
 
-// flagError makes a command name the nearest right flag when it is given an unknown one.
+// flagError adds the nearest right flag to the error about an unknown one.
 func flagError(cmd *cobra.Command, err error) error { return settings.FlagError(cmd.Flags(), err) }

@@ -15,7 +15,7 @@ import (
 	"lookaside/sidecar/vllm"
 )
 
-// prefixHelp is the part of the help that commands with a prefix share.
+// prefixHelp is the part of the help that all commands on a prefix share.
 const prefixHelp = `The prefix is a prompt, its token ids, or page hashes:
   --prompt TEXT --vllm URL       the text of a completion request, of which the vLLM server at URL makes tokens
   --prompt-file FILE --vllm URL  the same, from a file, every byte of it
@@ -27,7 +27,7 @@ space names them; give --cache-salt where the request had one. Requests with an 
 or embeddings cannot be named here: their pages' names depend on data that only their vLLM has.
 The key of the server's API is read from VLLM_API_KEY.`
 
-// A prompt is the flags of a command that takes a prompt or its tokens in place of page hashes.
+// A prompt holds the flags of a command that takes a prompt or its tokens instead of page hashes.
 type prompt struct {
 	text, file, messages, tokens string
 	url, model, salt             string
@@ -103,7 +103,7 @@ func (p *prompt) names(cmd *cobra.Command, space *admin.SpaceStatus) ([]string, 
 	return scheme.Pages(tokens, p.salt)
 }
 
-// chooseSpace returns the space whose fingerprint begins so, of those that a sidecar has.
+// chooseSpace returns the sidecar's space whose fingerprint begins with name.
 func chooseSpace(spaces []admin.SpaceStatus, name string) (*admin.SpaceStatus, error) {
 	var found []*admin.SpaceStatus
 	var all []string
@@ -124,7 +124,7 @@ func chooseSpace(spaces []admin.SpaceStatus, name string) (*admin.SpaceStatus, e
 	return nil, fmt.Errorf("say with --space which is meant: %s", strings.Join(all, "; "))
 }
 
-// asked returns the names of a lookup's pages, and has it name an engine.
+// asked returns the names of a lookup's pages, and sets the lookup's engine.
 func (p *prompt) asked(cmd *cobra.Command, c *control, q *admin.Query,
 	args []string) ([]string, error) {
 	if len(args) > 0 {
@@ -147,8 +147,8 @@ func (p *prompt) asked(cmd *cobra.Command, c *control, q *admin.Query,
 
 var errTwoPrefixes = errors.New("give a prompt, tokens, or page hashes, and not two of them")
 
-// chooseEngine has a lookup name an engine that has a worker of its rank connected, and returns its
-// space. All engines of a space find the same.
+// chooseEngine sets a lookup's engine to one with a connected worker of its rank, and returns the
+// space of that engine. All engines of a space find the same pages.
 func chooseEngine(cmd *cobra.Command, c *control, q *admin.Query) (*admin.SpaceStatus, error) {
 	client, err := c.client(cmd)
 	if err != nil {
@@ -183,7 +183,7 @@ func ofEngine(engine string) string {
 	return " of engine " + engine
 }
 
-// statusOf is the sidecar's status.
+// statusOf returns the sidecar's status.
 func statusOf(ctx context.Context, client *admin.Client) (*admin.Status, error) {
 	var st admin.Status
 	if err := client.Get(ctx, "/v1/status", &st); err != nil {

@@ -58,7 +58,7 @@ it does not count.`,
 				return err
 			}
 			err = runServe(cmd, nil, report)
-			report(cmp.Or(err, errInterrupted)) // unless it has served
+			report(cmp.Or(err, errInterrupted)) // no effect if it has served
 			return err
 		},
 	}
@@ -83,10 +83,10 @@ it does not count.`,
 	return cmd
 }
 
-// defaultIs stands before a setting's default in the text of its flag.
+// defaultIs precedes a setting's default in the text of its flag.
 const defaultIs = "; default: "
 
-// showOnly has the help show these flags alone, each with the first sentence of its text and its
+// showOnly makes the help show only these flags, each with the first sentence of its text and its
 // default.
 func showOnly(fs *pflag.FlagSet, names []string) {
 	fs.VisitAll(func(f *pflag.Flag) {
@@ -99,7 +99,8 @@ func showOnly(fs *pflag.FlagSet, names []string) {
 	})
 }
 
-// noValues refuses arguments. One is mostly meant as the value of a flag that is true or false.
+// noValues refuses arguments. An argument is usually meant as the value of a flag that is true or
+// false.
 func noValues(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
@@ -113,14 +114,14 @@ func noValues(cmd *cobra.Command, args []string) error {
 		args[0])}
 }
 
-// secondSignalAfter is how long after the first signal another one does not count. timeout(1), a
+// secondSignalAfter is how long further signals do not count after the first one. timeout(1), a
 // terminal's Ctrl-C and some supervisors send the same signal twice, to the process and to its
 // group.
 const secondSignalAfter = time.Second
 
-// runServe runs the sidecar that the flags and the environment describe. It logs to w, or, if that
-// is nil, to its own file, as which standard error is used from then on. It calls report when it
-// serves; an error before is not reported.
+// runServe runs the sidecar that the flags and the environment describe. It logs to w. If w is nil,
+// it logs to a file of its own, which also becomes standard error. It calls report when the sidecar
+// serves; an error before that is returned, not reported.
 func runServe(cmd *cobra.Command, w io.Writer, report func(error)) error {
 	cfg, err := settings.Load(cmd.Flags(), os.Environ())
 	if err != nil {
@@ -135,20 +136,20 @@ func runServe(cmd *cobra.Command, w io.Writer, report func(error)) error {
 		w = file
 	}
 	log := sidecar.NewLogger(cfg.Log, w)
-	defer func() { _ = log.Sync() }() // standard error may refuse fsync; nothing is lost by that
+	defer func() { _ = log.Sync() }() // standard error may refuse fsync, which loses nothing
 	return serve(cfg, log, report)
 }
 
-// serve runs one sidecar from start to drain.
+// serve runs one sidecar from its start to the end of its drain.
 func serve(cfg settings.Config, log *zap.Logger, report func(error)) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
-	if !signal.Ignored(syscall.SIGHUP) { // under nohup it is
+	if !signal.Ignored(syscall.SIGHUP) { // nohup ignores it
 		signal.Notify(signals, syscall.SIGHUP)
 	}
 	defer signal.Stop(signals)
-	// Who reads the log may end first, as in "lookaside serve 2>&1 | tee log" after Ctrl-C. That
-	// must not end the drain.
+	// The reader of the log may end first, as in "lookaside serve 2>&1 | tee log" after Ctrl-C.
+	// That must not end the drain.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := context.WithCancelCause(context.Background())
 	defer stop(nil)
@@ -176,15 +177,16 @@ func serve(cfg settings.Config, log *zap.Logger, report func(error)) error {
 	case <-ctx.Done():
 	case failure = <-d.Done():
 	}
-	// Closing what is drained takes a little longer than the drain itself.
+	// Closing takes a little longer than the drain itself.
 	drain, cancel := context.WithTimeout(context.Background(), cfg.Lifecycle.Drain+
 		cfg.Lifecycle.Flush+time.Second)
 	defer cancel()
 	return errors.Join(failure, d.Shutdown(drain))
 }
 
-// awaitSecond returns the first signal that comes after secondSignalAfter. Those that wait by then
-// do not count: a process that was stopped meanwhile drains rather than leaves.
+// awaitSecond returns the first signal that arrives after secondSignalAfter. Signals that are
+// pending then do not count, so a process that was stopped in the meantime drains instead of
+// leaving.
 func awaitSecond(signals <-chan os.Signal) os.Signal {
 	time.Sleep(secondSignalAfter)
 	for {
@@ -196,7 +198,7 @@ func awaitSecond(signals <-chan os.Signal) os.Signal {
 	}
 }
 
-// exitCode says how a start that failed ends the process.
+// exitCode returns the exit code of a failed start.
 func exitCode(err error) int {
 	var owned *ipc.OwnedError
 	switch {

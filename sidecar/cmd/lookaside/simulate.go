@@ -93,7 +93,7 @@ request are held. What else a request has is stored after it.`,
 	return cmd
 }
 
-// parseBlocks reads a capacity: 500, 10k, 2.5k, 1m.
+// parseBlocks parses a capacity: 500, 10k, 2.5k, 1m.
 func parseBlocks(text string) (int, error) {
 	number, unit := strings.ToLower(strings.TrimSpace(text)), 1.0
 	for suffix, size := range map[string]float64{"k": 1e3, "m": 1e6} {
@@ -110,7 +110,7 @@ func parseBlocks(text string) (int, error) {
 		policy.SlotMask)
 }
 
-// readTraces reads all traces side by side, "-" from stdin. Each is named by its file.
+// readTraces reads all traces side by side, "-" from stdin. Each has the name of its file.
 func readTraces(paths []string, stdin io.Reader) ([]*simulate.Trace, error) {
 	if i := slices.Index(paths, "-"); i >= 0 && slices.Contains(paths[i+1:], "-") {
 		return nil, errors.New("standard input can be read once only")
@@ -138,7 +138,7 @@ func readTraces(paths []string, stdin io.Reader) ([]*simulate.Trace, error) {
 	return traces, errors.Join(errs...)
 }
 
-// progressTo writes a line about long runs, at most once in every.
+// progressTo returns a function that writes a line about long runs, at most one in every interval.
 func progressTo(w io.Writer, every time.Duration) func(done float64) {
 	var mu sync.Mutex
 	begun, last := time.Now(), time.Now()
@@ -153,7 +153,7 @@ func progressTo(w io.Writer, every time.Duration) func(done float64) {
 	}
 }
 
-// simulateTable prints a table for each trace, and marks the best ratio of each capacity.
+// simulateTable prints a table for each trace and marks the best ratio of each capacity.
 func simulateTable(w io.Writer, plan simulate.Plan, results []simulate.Result) error {
 	for i, t := range plan.Traces {
 		blocks, distinct := t.Blocks()
