@@ -65,8 +65,8 @@ type DeviceOptions struct {
 	// OffsetBytes and SizeBytes are the partition, multiples of the device's
 	// alignment. SizeBytes 0 is all from the offset to the device's end.
 	OffsetBytes, SizeBytes int64
-	// Ranks, if more than one, cuts these bytes into as many equal parts, each as large as alignment
-	// allows. The partition is part number Rank, from 0.
+	// Ranks, if more than one, cuts these bytes into as many equal parts, each as large as
+	// alignment allows. The partition is part number Rank, from 0.
 	Rank, Ranks int
 	// AllowFile allows a regular file that is not on DAX in place of a device. A missing or empty
 	// file is made, and ends with these bytes.

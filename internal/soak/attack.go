@@ -63,7 +63,7 @@ const (
 type sample struct {
 	AnonBytes  int64 `json:"anon_bytes"` // the sidecar's own memory, without the arena
 	Files      int   `json:"files"`
-	Goroutines int   `json:"goroutines"` // 0 in samples during an attack: reading it takes a request
+	Goroutines int   `json:"goroutines"` // 0 during an attack: reading it takes a request
 }
 
 // outcome is the suite's output for one attack.

@@ -118,8 +118,8 @@ func (e *Engine) enterParts(batches []batch) []entering {
 			n, left := e.enterAll(batches[i].part(part), uint32(end), x.left)
 			x.entered, x.left = x.entered+n, left
 			if i == 0 && dense {
-				// what will be written to is read first, but for what the first entries take the
-				// fault for
+				// read the words that will be written to first, except those whose page fault the
+				// first entries take
 				for i := from; i < end; i += lineWords {
 					x.seen |= t.words[i]
 				}
@@ -140,8 +140,8 @@ func (b *batch) part(i int) []uint64 {
 	return b.entries[from:b.ends[i]]
 }
 
-// enterAll enters pages whose places are below end, but for those that are indexed already or find
-// no place below it: these it appends to left.
+// enterAll enters pages whose places are below end. It appends pages that are already indexed, or
+// that find no place below end, to left.
 func (e *Engine) enterAll(pages []uint64, end uint32, left []uint64) (entered int, _ []uint64) {
 	t := &e.idx.cur
 	words := t.words

@@ -2,7 +2,7 @@
 // policy keeps books only: it does no I/O and knows no clock. Nothing in it is safe for concurrent
 // use; the owner calls it under its own lock.
 //
-// # What a policy is told
+// # The calls of a policy
 //
 // Slots are named by refs, as in the engine: the region's number in the upper 6 bits, the slot's in
 // the lower 26. A chunk enters a slot, is used, and leaves it. In between the owner offers the slot
@@ -11,8 +11,9 @@
 // continuation of a chunk leaves, the chunk is offered. A policy that goes by time then takes the
 // later of both times of use.
 //
-// A chunk's key is the same whenever the same content is resident, and different from every other's
-// (but for collisions). A policy that remembers what has left remembers keys. 0 is no key.
+// A chunk's key is the same whenever the same content is resident, and differs from every other key
+// (except for collisions). A policy that remembers evicted chunks remembers their keys. 0 is no
+// key.
 package policy
 
 // SlotBits and SlotMask split a slot's ref: the region's number above, the slot's number in the
