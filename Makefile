@@ -27,7 +27,7 @@ ARGS ?=
 # Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup build build-bench demo test test-go test-py test-e2e versions lint lint-go lint-py bench fuzz soak attack faults clean
+.PHONY: help setup build build-bench build-soak demo test test-go test-py test-e2e versions lint lint-go lint-py bench fuzz soak attack faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -46,6 +46,9 @@ build: setup ## Build bin/lookaside and the Python package with its native part
 
 build-bench: build
 	@scripts/step 'build: bin/lookaside-bench' $(GO) build -trimpath -o bin/lookaside-bench ./internal/bench/cmd/lookaside-bench
+
+build-soak: build
+	@$(GO) build -trimpath -o bin/soak ./internal/soak
 
 demo: ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; ARENA=SIZE|dax; PD=1: prefill and decode apart; TP=1: tensor-parallel ranks; JSON=FILE
 	@scripts/setup.sh demo $(filter redis,$(TIERS))
@@ -89,12 +92,10 @@ bench: build-bench ## A bench by name: NAME=lookup|copy|attach|ttft|engine|memco
 fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each
 	@scripts/fuzz.sh $(FUZZTIME)
 
-soak: build ## Kill sidecars that share, clients, Redis and S3 at random, and spoil a disk, for SOAK (10m), checking every byte; SEED=N, JSON=FILE
-	@$(GO) build -trimpath -o bin/soak ./internal/soak
+soak: build-soak ## Kill sidecars that share, clients, Redis and S3 at random, and spoil a disk, for SOAK (10m), checking every byte; SEED=N, JSON=FILE
 	@bin/soak --bin bin/lookaside --duration '$(SOAK)' --seed '$(SEED)' $(if $(JSON),--json '$(JSON)') $(ARGS)
 
-attack: build ## Attack sidecars from outside, one way after the other, EACH (6s) each; ONLY=names (ARGS=--list lists them), JSON=FILE
-	@$(GO) build -trimpath -o bin/soak ./internal/soak
+attack: build-soak ## Attack sidecars from outside, one way after the other, EACH (6s) each; ONLY=names (ARGS=--list lists them), JSON=FILE
 	@bin/soak attack --bin bin/lookaside --each '$(EACH)' $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 faults: setup ## The disk tier on media that fail, ROUNDS (20) of what is random; needs root

@@ -182,9 +182,9 @@ func TestClientsCannotFillTheLog(t *testing.T) {
 		if s := connect(&good); s != nil { // refused as one too many
 			s.Close()
 		}
-		holdConn(t, strings.TrimPrefix(events, "tcp://"),
+		dialSaying(t, strings.TrimPrefix(events, "tcp://"),
 			"no ZMTP, and long enough for a greeting, which has sixty-four bytes").Close()
-		holdConn(t, d.AdminAddr(), "no HTTP\r\n\r\n").Close()
+		dialSaying(t, d.AdminAddr(), "no HTTP\r\n\r\n").Close()
 	}
 	for _, s := range held {
 		s.Close()
