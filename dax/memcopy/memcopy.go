@@ -9,16 +9,14 @@
 // buffers for one DRAM page; four streams keep more of them busy. A non-temporal store also avoids
 // the read of a line that will be overwritten. The copied bytes are not in the cache afterwards.
 // That suits an arena, because the next reader is a device, a disk or another process.
-//
-// [Pool] copies on threads of its own, which yield to all other work.
 package memcopy
 
 import "unsafe"
 
 const (
 	// PieceBytes is how much is copied without a pause. Go cannot preempt assembly, so this bounds,
-	// to some 25 µs, how long a copy delays a garbage collection, and how long a Pool keeps its
-	// core from a lookup.
+	// to some 25 µs, how long a copy delays a garbage collection, and how long a thread that copies
+	// keeps its core from a lookup.
 	PieceBytes = 256 << 10
 
 	// groupBytes is what one turn of the kernel copies: four pages.
@@ -34,7 +32,7 @@ const (
 // of this thread after the return. It allocates nothing.
 func Copy(dst, src []byte) int {
 	n := min(len(dst), len(src))
-	if n < minFast || !fast || overlap(dst[:n], src[:n]) {
+	if n < minFast || !fast || Overlap(dst[:n], src[:n]) {
 		return copy(dst, src[:n])
 	}
 	dst, src = dst[:n], src[:n]
@@ -62,8 +60,8 @@ func Streamed(dst []byte) (from, to int) {
 	return from, from + (len(dst)-from)/groupBytes*groupBytes
 }
 
-// overlap reports whether a and b, of the same length, share a byte.
-func overlap(a, b []byte) bool {
+// Overlap reports whether a and b, of the same length, share a byte.
+func Overlap(a, b []byte) bool {
 	x, y := uintptr(unsafe.Pointer(unsafe.SliceData(a))),
 		uintptr(unsafe.Pointer(unsafe.SliceData(b)))
 	return x-y < uintptr(len(b)) || y-x < uintptr(len(a))

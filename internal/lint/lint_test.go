@@ -44,7 +44,10 @@ var layers = [][]string{
 		"tiers/policy", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest", "tiers/remote",
 		"tiers/faults",
 	},
-	{"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes", "internal/simulate"},
+	{
+		"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes", "internal/simulate",
+		"internal/bench/copypool",
+	},
 	{"tiers/slab", "tiers/stack", "tiers/peer", "sidecar/settings", "internal/bench/hitplot"},
 	{"tiers/daxtier", "connector"},
 	{"sidecar/arena"},

@@ -13,7 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
-	"lookaside/dax/memcopy"
+	"lookaside/internal/bench/copypool"
 	"lookaside/internal/prefixes"
 	"lookaside/sidecar"
 	"lookaside/sidecar/settings"
@@ -150,12 +150,12 @@ func copyForever(ctx context.Context, threads int) (err error) {
 		defer r.Close()
 		mem[i] = r.Bytes()
 	}
-	pool := memcopy.NewPool(threads)
+	pool := copypool.New(threads)
 	defer pool.Close()
 	const job = 32 << 20
-	var jobs []memcopy.Job
+	var jobs []copypool.Job
 	for off := 0; off < sizeBytes; off += job {
-		jobs = append(jobs, memcopy.Job{Dst: mem[0][off : off+job], Src: mem[1][off : off+job]})
+		jobs = append(jobs, copypool.Job{Dst: mem[0][off : off+job], Src: mem[1][off : off+job]})
 	}
 	for ctx.Err() == nil {
 		if err := pool.Do(ctx, jobs...); err != nil && ctx.Err() == nil {

@@ -13,6 +13,7 @@ import (
 
 	"lookaside/dax"
 	"lookaside/dax/memcopy"
+	"lookaside/internal/bench/copypool"
 )
 
 // Options selects what to measure. Zero values mean the defaults.
@@ -37,10 +38,10 @@ type Measurement struct {
 	Threads   int
 	GoCopy    []float64 // the built-in copy: the limit to beat
 	Copy      []float64 // memcopy.Copy
-	Pool      []float64 // memcopy.Pool.Do, which yields to all other work
+	Pool      []float64 // copypool.Pool.Do, which yields to all other work
 }
 
-// Run times the built-in copy, [memcopy.Copy] and [memcopy.Pool.Do] between two regions. The three
+// Run times the built-in copy, [memcopy.Copy] and [copypool.Pool.Do] between two regions. The three
 // take turns, so that noise on the machine affects all of them. Each round copies one working set,
 // at seeded random offsets. Run stops early when ctx ends.
 func Run(ctx context.Context, o Options) (out []Measurement, err error) {
@@ -76,7 +77,7 @@ func Run(ctx context.Context, o Options) (out []Measurement, err error) {
 		memory[i] = r.Bytes()
 	}
 	for _, threads := range o.Threads {
-		pool := memcopy.NewPool(threads)
+		pool := copypool.New(threads)
 		defer pool.Close()
 		for _, size := range o.SizesBytes {
 			m, err := measure(ctx, o, pool, memory[0], memory[1], size, threads)
@@ -89,14 +90,14 @@ func Run(ctx context.Context, o Options) (out []Measurement, err error) {
 	return out, nil
 }
 
-func measure(ctx context.Context, o Options, pool *memcopy.Pool, dst, src []byte, size,
+func measure(ctx context.Context, o Options, pool *copypool.Pool, dst, src []byte, size,
 	threads int) (Measurement, error) {
 	random := rand.New(rand.NewPCG(1, uint64(size)))
 	pages := (len(dst) - size) / 4096
-	jobs := make([]memcopy.Job, max(len(dst)/size, threads))
+	jobs := make([]copypool.Job, max(len(dst)/size, threads))
 	for i := range jobs {
 		d, s := random.IntN(pages+1)*4096, random.IntN(pages+1)*4096
-		jobs[i] = memcopy.Job{Dst: dst[d : d+size], Src: src[s : s+size]}
+		jobs[i] = copypool.Job{Dst: dst[d : d+size], Src: src[s : s+size]}
 	}
 	total := float64(len(jobs) * size)
 	each := func(copy func(dst, src []byte) int) func() error {

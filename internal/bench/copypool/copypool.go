@@ -1,6 +1,8 @@
 //go:build linux
 
-package memcopy
+// Package copypool copies memory on threads of its own, which yield to all other work. The benches
+// use it, as the load that lookups meet, and as a way to copy that they measure.
+package copypool
 
 import (
 	"context"
@@ -13,10 +15,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"lookaside/dax"
+	"lookaside/dax/memcopy"
 )
 
 // ErrClosed means that the pool was closed before the copy was done.
-var ErrClosed = errors.New("memcopy: pool closed")
+var ErrClosed = errors.New("copypool: pool closed")
 
 // poolNice is the priority of a pool's threads. Four goroutines that copy at full speed raise a
 // lookup's p99.9 to 40–50 ms. With a Gosched between pieces it is 2–4 ms. On locked threads at this
@@ -27,7 +30,8 @@ const poolNice = 10
 // jobs of one call.
 type Job struct{ Dst, Src []byte }
 
-// Pool copies on a few system threads of low priority, in turns of PieceBytes. Between turns they
+// Pool copies on a few system threads of low priority, in turns of
+// memcopy.PieceBytes. Between turns they
 // yield, so copies use only idle processor time. Any goroutine may call its methods.
 //
 // Threads take turns from the queue themselves, under a mutex. A turn lasts some 25 µs, and a
@@ -48,9 +52,9 @@ type batch struct {
 	done    chan struct{}
 }
 
-// NewPool starts the given number of threads; 0 means one for each core that this process may use.
+// New starts the given number of threads; 0 means one for each core that this process may use.
 // Close ends them.
-func NewPool(threads int) *Pool {
+func New(threads int) *Pool {
 	if threads <= 0 {
 		threads = runtime.GOMAXPROCS(0)
 	}
@@ -71,8 +75,8 @@ func (p *Pool) Do(ctx context.Context, jobs ...Job) error {
 	b := &batch{done: make(chan struct{})}
 	for _, j := range jobs {
 		n := min(len(j.Dst), len(j.Src))
-		if n > 0 && overlap(j.Dst[:n], j.Src[:n]) {
-			return fmt.Errorf("memcopy: source and destination of %d bytes overlap", n)
+		if n > 0 && memcopy.Overlap(j.Dst[:n], j.Src[:n]) {
+			return fmt.Errorf("copypool: source and destination of %d bytes overlap", n)
 		}
 		if n > 0 {
 			b.jobs = append(b.jobs, Job{j.Dst[:n], j.Src[:n]})
@@ -121,7 +125,7 @@ func (p *Pool) run() {
 	runtime.LockOSThread()
 	// Best effort: a seccomp filter may forbid it, and copies work without it.
 	_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), poolNice)
-	y := NewYielder(1)
+	y := memcopy.NewYielder(1)
 	var turn []Job // reused
 	for {
 		var b *batch
@@ -130,7 +134,7 @@ func (p *Pool) run() {
 		}
 		var err error
 		for _, j := range turn {
-			if err = dax.Guard(func() { Copy(j.Dst, j.Src) }, j.Dst, j.Src); err != nil {
+			if err = dax.Guard(func() { memcopy.Copy(j.Dst, j.Src) }, j.Dst, j.Src); err != nil {
 				break
 			}
 		}
@@ -140,8 +144,8 @@ func (p *Pool) run() {
 	}
 }
 
-// take waits for work and appends up to PieceBytes of one batch to turn. A nil batch means that the
-// pool is closed.
+// take waits for work and appends up to memcopy.PieceBytes of one batch to turn. A nil batch means
+// that the pool is closed.
 func (p *Pool) take(turn []Job) (*batch, []Job) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -153,7 +157,7 @@ func (p *Pool) take(turn []Job) (*batch, []Job) {
 	}
 	b := p.queue[0]
 	b.copying++
-	for left := PieceBytes; left > 0 && len(b.jobs) > 0; {
+	for left := memcopy.PieceBytes; left > 0 && len(b.jobs) > 0; {
 		j := &b.jobs[0]
 		n := min(len(j.Dst), left)
 		turn = append(turn, Job{j.Dst[:n], j.Src[:n]})
@@ -174,11 +178,11 @@ func (p *Pool) finish(b *batch, err error) {
 	defer p.mu.Unlock()
 	b.copying--
 	if err != nil && len(b.jobs) > 0 {
-		p.stop(b, fmt.Errorf("memcopy: %w", err))
+		p.stop(b, fmt.Errorf("copypool: %w", err))
 		return
 	}
 	if err != nil && b.err == nil {
-		b.err = fmt.Errorf("memcopy: %w", err)
+		b.err = fmt.Errorf("copypool: %w", err)
 	}
 	if len(b.jobs) == 0 && b.copying == 0 {
 		close(b.done)
