@@ -60,7 +60,7 @@ class Result:
                 f"{self.arena_bytes / _MIB:.0f} MiB; "
                 "times to the first token, medians"
             )
-            self.table = command.Table(head(self.tier), line, title)
+            self.table = columns(self.tier).table(title)
         return self.table
 
     def json(self) -> dict[str, object]:
@@ -164,24 +164,18 @@ def measure(
             shown.add(measured.row(length))
 
 
-def head(tier: str) -> str:
+def columns(tier: str) -> command.Columns[Row]:
     """The table's."""
     name = {"disk": "disk", "dax": "DAX", "redis": "Redis"}[tier]
-    return (
-        f"{'prompt':>7} {'computed':>10} {name:>10} {'arena':>10} {'vLLM cache':>10} "
-        f"{f'{name} faster':>12} "
-        f"{'hit tokens':>10}  outputs"
-    )
-
-
-def line(row: Row) -> str:
-    """A row as text."""
-    faster = row.computed_ttft_s / row.tier_ttft_s if row.tier_ttft_s else 0.0
-    return (
-        f"{row.prompt_tokens:>7} {row.computed_ttft_s:>8.3f} s {row.tier_ttft_s:>8.3f} s "
-        f"{row.arena_ttft_s:>8.3f} s {row.local_ttft_s:>8.3f} s {faster:>11.1f}x "
-        f"{row.hit_tokens:>10}  "
-        f"{'equal' if row.outputs_equal else 'DIFFER'}"
+    return command.Columns[Row](
+        ("prompt", 7, lambda row: row.prompt_tokens),
+        ("computed", 10, lambda row: command.seconds(row.computed_ttft_s)),
+        (name, 10, lambda row: command.seconds(row.tier_ttft_s)),
+        ("arena", 10, lambda row: command.seconds(row.arena_ttft_s)),
+        ("vLLM cache", 10, lambda row: command.seconds(row.local_ttft_s)),
+        (f"{name} faster", 12, lambda row: command.faster(row.computed_ttft_s, row.tier_ttft_s)),
+        ("hit tokens", 10, lambda row: row.hit_tokens),
+        equal=lambda row: row.outputs_equal,
     )
 
 
@@ -222,9 +216,7 @@ def run(
         with step("starting a vLLM server (half a minute)"):
             server = stand.server("a", connector=connector_config(stand.endpoint()))
             server.wait_ready()
-        with step("warming up"):
-            for tokens in (300, 2000):
-                client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+        client.warm_up(server.base_url)
         measure(server, sidecar, tier, LENGTHS, rounds, seed, result.shown())
         result.loaded_bytes = sidecar.tiers()[tier]["loaded_bytes"]
         print(f"{result.loaded_bytes / _MIB:.0f} MiB came up from the {tier}")

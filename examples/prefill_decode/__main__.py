@@ -68,20 +68,15 @@ def measure(proxy: Proxy, decoder: Server, prompt_tokens: int, rounds: int, seed
     )
 
 
-HEAD = (
-    f"{'prompt':>7} {'alone TTFT':>11} {'proxy TTFT':>11} {'= prefill':>10} {'+ decoder':>10} "
-    f"{'hit tokens':>11}  outputs"
+COLUMNS = command.Columns[Row](
+    ("prompt", 7, lambda row: row.prompt_tokens),
+    ("alone TTFT", 11, lambda row: command.seconds(row.alone_ttft_s)),
+    ("proxy TTFT", 11, lambda row: command.seconds(row.proxy_ttft_s)),
+    ("= prefill", 10, lambda row: command.seconds(row.prefill_s)),
+    ("+ decoder", 10, lambda row: command.seconds(row.decoder_ttft_s)),
+    ("hit tokens", 11, lambda row: row.hit_tokens),
+    equal=lambda row: row.outputs_equal,
 )
-
-
-def line(row: Row) -> str:
-    """A row as text."""
-    return (
-        f"{row.prompt_tokens:>7} {row.alone_ttft_s:>9.3f} s {row.proxy_ttft_s:>9.3f} s "
-        f"{row.prefill_s:>8.3f} s "
-        f"{row.decoder_ttft_s:>8.3f} s {row.hit_tokens:>11}  "
-        f"{'equal' if row.outputs_equal else 'DIFFER'}"
-    )
 
 
 def on_cores(half: int) -> dict[str, str]:
@@ -111,10 +106,7 @@ def run(rounds: int, seed: int, keep_logs: Path | None, shown: command.Table[Row
             prefiller.wait_ready()
             decoder.wait_ready()
             proxy = stand.proxy(prefiller, decoder)
-        with step("warming up"):
-            for server in (prefiller, decoder, proxy):
-                for tokens in (300, 2000):
-                    client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+        client.warm_up(prefiller.base_url, decoder.base_url, proxy.base_url)
         for prompt_tokens in LENGTHS:
             shown.add(measure(proxy, decoder, prompt_tokens, rounds, seed))
 
@@ -123,7 +115,7 @@ def main() -> int:
     args = command.flags(
         "prefill_decode", "Prefill and decode on two vLLM servers.", "fresh prompts per length", 3
     ).parse_args()
-    shown = command.Table(HEAD, line)
+    shown = COLUMNS.table()
     command.show(
         lambda: run(max(1, args.rounds), args.seed, args.keep_logs, shown),
         args.json,

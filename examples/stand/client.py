@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from . import model
+from .progress import step
+
 PATIENCE_S = (
     300.0  # with a server, which computes for a few seconds at most where nothing else runs
 )
@@ -89,6 +92,14 @@ def complete(
         finish_reason=finish,
         prefill_s=prefill_s,
     )
+
+
+def warm_up(*base_urls: str) -> None:
+    """Sends each server a short and a long prompt, so that none is timed at its first."""
+    with step("warming up"):
+        for base_url in base_urls:
+            for tokens in (300, 2000):
+                complete(base_url, model.prompt(tokens, tokens), max_tokens=4)
 
 
 def settle() -> None:

@@ -51,6 +51,46 @@ class Table(Generic[Row]):
         self.rows.append(row)
 
 
+class Columns(Generic[Row]):
+    """How rows of one kind look in a table: for each column its name, its width, and what it shows
+    of a row. All is aligned to the right.
+
+    ``equal`` adds a last column, which shows whether the outputs of a row are the same.
+    """
+
+    def __init__(
+        self,
+        *columns: tuple[str, int, Callable[[Row], object]],
+        equal: Callable[[Row], bool] | None = None,
+    ) -> None:
+        self.head = " ".join(f"{name:>{width}}" for name, width, _ in columns)
+        if equal is not None:
+            self.head += "  outputs"
+        self._columns = columns
+        self._equal = equal
+
+    def line(self, row: Row) -> str:
+        """A row as text."""
+        text = " ".join(f"{shown(row)!s:>{width}}" for _, width, shown in self._columns)
+        if self._equal is not None:
+            text += "  equal" if self._equal(row) else "  DIFFER"
+        return text
+
+    def table(self, title: str = "") -> Table[Row]:
+        """An empty table of such rows."""
+        return Table(self.head, self.line, title)
+
+
+def seconds(value: float) -> str:
+    """A time as a table shows it."""
+    return f"{value:.3f} s"
+
+
+def faster(slow_s: float, fast_s: float) -> str:
+    """How many times as fast the second is, as a table shows it."""
+    return f"{slow_s / fast_s if fast_s else 0.0:.1f}x"
+
+
 def show(
     run: Callable[[], None], keep: Path | None, result: Callable[[], dict[str, object]]
 ) -> None:

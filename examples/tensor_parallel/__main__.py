@@ -93,23 +93,17 @@ def measure(
     )
 
 
-HEAD = (
-    f"{'model':>6} {'prompt':>7} {'cold TTFT':>10} {'Lookaside':>10} {'faster':>8} "
-    f"{'hit tokens':>10} "
-    f"{'ranks hold':>11} {'stored':>10}  outputs"
+COLUMNS = command.Columns[Row](
+    ("model", 6, lambda row: row.model),
+    ("prompt", 7, lambda row: row.prompt_tokens),
+    ("cold TTFT", 10, lambda row: command.seconds(row.cold_ttft_s)),
+    ("Lookaside", 10, lambda row: command.seconds(row.lookaside_ttft_s)),
+    ("faster", 8, lambda row: command.faster(row.cold_ttft_s, row.lookaside_ttft_s)),
+    ("hit tokens", 10, lambda row: row.hit_tokens),
+    ("ranks hold", 11, lambda row: f"{row.held_mib:.1f} MiB"),
+    ("stored", 10, lambda row: f"{row.stored_mib:.1f} MiB"),
+    equal=lambda row: row.outputs_equal,
 )
-
-
-def line(row: Row) -> str:
-    """A row as text."""
-    faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
-    return (
-        f"{row.model:>6} {row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s "
-        f"{row.lookaside_ttft_s:>8.3f} s "
-        f"{faster:>7.1f}x {row.hit_tokens:>10} {row.held_mib:>7.1f} MiB {row.stored_mib:>6.1f} MiB "
-        f" "
-        f"{'equal' if row.outputs_equal else 'DIFFER'}"
-    )
 
 
 def run(seed: int, keep_logs: Path | None, shown: command.Table[Row]) -> None:
@@ -132,9 +126,7 @@ def run(seed: int, keep_logs: Path | None, shown: command.Table[Row]) -> None:
                     env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
                 )
                 server.wait_ready()
-            with step("warming up"):
-                for tokens in (300, 2000):
-                    client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+            client.warm_up(server.base_url)
             for tokens in PROMPTS:
                 shown.add(measure(architecture, server, sidecars, seed, tokens))
 
@@ -143,7 +135,7 @@ def main() -> int:
     args = command.flags(
         "tensor_parallel", "Two tensor-parallel ranks, and what is kept of them."
     ).parse_args()
-    shown = command.Table(HEAD, line)
+    shown = COLUMNS.table()
     command.show(
         lambda: run(args.seed, args.keep_logs, shown),
         args.json,

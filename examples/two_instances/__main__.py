@@ -145,37 +145,33 @@ def measure(
     )
 
 
-HEAD = (
-    f"{'prompt':>7} {'shared':>7} {'cold TTFT':>10} {'Lookaside':>10} {'vLLM cache':>10} "
-    f"{'faster':>8} "
-    f"{'hit tokens':>10}  outputs"
+COLUMNS = command.Columns[Row](
+    ("prompt", 7, lambda row: row.prompt_tokens),
+    ("shared", 7, lambda row: row.shared_tokens),
+    ("cold TTFT", 10, lambda row: command.seconds(row.cold_ttft_s)),
+    ("Lookaside", 10, lambda row: command.seconds(row.lookaside_ttft_s)),
+    ("vLLM cache", 10, lambda row: command.seconds(row.local_ttft_s)),
+    ("faster", 8, lambda row: command.faster(row.cold_ttft_s, row.lookaside_ttft_s)),
+    ("hit tokens", 10, lambda row: row.hit_tokens),
+    equal=lambda row: row.outputs_equal,
 )
 
-
-def line(row: Row) -> str:
-    """A row as text."""
-    faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
-    return (
-        f"{row.prompt_tokens:>7} {row.shared_tokens:>7} {row.cold_ttft_s:>8.3f} s "
-        f"{row.lookaside_ttft_s:>8.3f} s "
-        f"{row.local_ttft_s:>8.3f} s {faster:>7.1f}x {row.hit_tokens:>10}  "
-        f"{'equal' if row.outputs_equal else 'DIFFER'}"
-    )
-
-
-RESTARTED_HEAD = (
-    f"{'prompt':>7} {'cold TTFT':>10} {'restarted':>10} {'faster':>8} {'hit tokens':>10}  outputs"
+RESTARTED = command.Columns[Restarted](
+    ("prompt", 7, lambda row: row.prompt_tokens),
+    ("cold TTFT", 10, lambda row: command.seconds(row.cold_ttft_s)),
+    ("restarted", 10, lambda row: command.seconds(row.restarted_ttft_s)),
+    ("faster", 8, lambda row: command.faster(row.cold_ttft_s, row.restarted_ttft_s)),
+    ("hit tokens", 10, lambda row: row.hit_tokens),
+    equal=lambda row: row.outputs_equal,
 )
 
-
-def restarted_line(row: Restarted) -> str:
-    """A row as text."""
-    faster = row.cold_ttft_s / row.restarted_ttft_s if row.restarted_ttft_s else 0.0
-    return (
-        f"{row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.restarted_ttft_s:>8.3f} s "
-        f"{faster:>7.1f}x "
-        f"{row.hit_tokens:>10}  {'equal' if row.outputs_equal else 'DIFFER'}"
-    )
+STORED = command.Columns[Stored](
+    ("sidecar", 7, lambda row: row.sidecar),
+    ("stored", 10, lambda row: f"{row.stored_bytes >> 20} MiB"),
+    ("loaded", 10, lambda row: f"{row.loaded_bytes >> 20} MiB"),
+    ("borrowed", 14, lambda row: f"{row.borrowed_tokens} tokens"),
+    ("not stored, as the other holds it", 34, lambda row: f"{row.not_stored_tokens} tokens"),
+)
 
 
 def stored(name: str, sidecar: Sidecar) -> Stored:
@@ -191,30 +187,14 @@ def stored(name: str, sidecar: Sidecar) -> Stored:
     )
 
 
-STORED_HEAD = (
-    f"{'sidecar':>7} {'stored':>10} {'loaded':>10} {'borrowed':>14} "
-    f"{'not stored, as the other holds it':>34}"
-)
-
-
-def stored_line(row: Stored) -> str:
-    """A row as text."""
-    return (
-        f"{row.sidecar:>7} {row.stored_bytes >> 20:>6} MiB {row.loaded_bytes >> 20:>6} MiB "
-        f"{row.borrowed_tokens:>7} tokens {row.not_stored_tokens:>27} tokens"
-    )
-
-
 class Shown:
     """What is printed, and written as JSON."""
 
     def __init__(self) -> None:
-        self.rows = command.Table(HEAD, line)
-        self.stored = command.Table(STORED_HEAD, stored_line, title="\nwhat each sidecar did:")
-        self.restarted = command.Table(
-            RESTARTED_HEAD,
-            restarted_line,
-            title="\nafter the sidecar and both servers were killed and started anew:",
+        self.rows = COLUMNS.table()
+        self.stored = STORED.table("\nwhat each sidecar did:")
+        self.restarted = RESTARTED.table(
+            "\nafter the sidecar and both servers were killed and started anew:"
         )
 
     def result(self) -> dict[str, object]:
@@ -261,16 +241,9 @@ def restart(
         server.wait_ready()
         eventually(lambda: len(new.status()["sessions"]) == 2, "the server's sessions")
     say(f"{found} chunks were found on the device")
-    warm_up(server)
+    client.warm_up(server.base_url)
     for before in asked:
         shown.restarted.add(again(server, before))
-
-
-def warm_up(*servers: Server) -> None:
-    with step("warming up"):
-        for server in servers:
-            for tokens in (300, 2000):
-                client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
 
 
 def run(
@@ -292,7 +265,7 @@ def run(
             b = stand.server("b", connector=connector_config(endpoint))
             a.wait_ready()
             b.wait_ready()
-        warm_up(a, b)
+        client.warm_up(a.base_url, b.base_url)
         asked: list[Asked] = []
         for case in CASES:
             shown.rows.add(measure(a, b, *case, rounds, seed, asked))

@@ -53,7 +53,7 @@ def test_what_the_demo_measures_and_prints(pair: Pair) -> None:
         assert row.outputs_equal
         hit(row.hit_tokens, tokens)
         assert min(row.cold_ttft_s, row.lookaside_ttft_s, row.local_ttft_s) > 0
-    assert all(two_instances.line(row).endswith(" equal") for row in rows)
+    assert all(two_instances.COLUMNS.line(row).endswith(" equal") for row in rows)
 
 
 def test_less_than_a_page_is_computed(pair: Pair) -> None:

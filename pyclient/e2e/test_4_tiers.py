@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from examples.beyond_memory import __main__ as beyond_memory
-from examples.stand import client, command, model
+from examples.stand import client, model
 from examples.stand.client import Answer
 from examples.stand.processes import BINARY, Redis, Server, Sidecar, Stand, dax_arena, eventually
 
@@ -284,7 +284,7 @@ class TestTiers:
         """examples/beyond_memory on this server: the rows that `make demo TIERS=disk` prints and
         writes."""
         one = tiered.one
-        shown = command.Table(beyond_memory.head("disk"), beyond_memory.line)
+        shown = beyond_memory.columns("disk").table()
         beyond_memory.measure(
             one.server, one.sidecar, "disk", (300, 1000), rounds=2, seed=78, shown=shown
         )

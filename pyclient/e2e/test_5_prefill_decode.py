@@ -123,7 +123,7 @@ def test_what_the_example_measures_and_prints(apart: Apart) -> None:
     row = prefill_decode.measure(apart.proxy, apart.decoder, 1000, rounds=1, seed=77)
     assert (row.prompt_tokens, row.hit_tokens, row.outputs_equal) == (1000, 1000, True)
     assert min(row.alone_ttft_s, row.prefill_s, row.decoder_ttft_s) > 0
-    assert prefill_decode.line(row).endswith(" equal")
+    assert prefill_decode.COLUMNS.line(row).endswith(" equal")
 
 
 def test_each_has_its_role(apart: Apart) -> None:
