@@ -37,8 +37,8 @@ func onDAX(t *testing.T, dir string, more ...string) func(*settings.Config) {
 func withArena(t *testing.T, devices string, more ...string) func(*settings.Config) {
 	t.Helper()
 	c, err := load(t, "", nil, append([]string{
-		"--arena-kind=dax", "--arena-devices=" + devices, "--arena-allow-files=true",
-		"--arena-slab=1M", "--sessions-share=1", "--sessions-joint-share=1", "--promotion-share=1",
+		"--arena-kind=dax", "--arena-dax-devices=" + devices, "--arena-dax-allow-files=true",
+		"--arena-dax-slab=1M", "--sessions-share=1", "--sessions-joint-share=1", "--promotion-share=1",
 		"--lookup-promote=always",
 		"--cascade-partial-delay=5ms", "--lookup-deadline=30s",
 	}, more...)...)
@@ -218,7 +218,7 @@ func TestRanksShareTheDevicesOfTheirArenas(t *testing.T) {
 	for round := range 2 {
 		var all []*Daemon
 		for rank := range 2 {
-			d, _ := startDaemon(t, onDAX(t, dir, "--arena-ranks=2", fmt.Sprintf("--arena-rank=%d",
+			d, _ := startDaemon(t, onDAX(t, dir, "--arena-dax-ranks=2", fmt.Sprintf("--arena-dax-rank=%d",
 				rank)))
 			all = append(all, d)
 		}
@@ -305,13 +305,13 @@ func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 	}{
 		"in use": {filepath.Join(dir, "dax0.0") + ":4M", "",
 			[]string{"in use", fmt.Sprintf("process %d ", os.Getpid())}},
-		"not there": {"/dev/dax77.0", "--arena-allow-files=false", []string{"/dev/dax77.0",
+		"not there": {"/dev/dax77.0", "--arena-dax-allow-files=false", []string{"/dev/dax77.0",
 			"no such file", "daxctl"}},
 		"no device":  {"/dev/null", "", []string{"/dev/null", "DAX subsystem"}},
-		"file":       {file, "--arena-allow-files=false", []string{file, "allow_files"}},
+		"file":       {file, "--arena-dax-allow-files=false", []string{file, "allow_files"}},
 		"not ours":   {file, "", []string{file, "something else"}},
 		"misaligned": {filepath.Join(dir, "new") + ":4097", "", []string{"not aligned", "4KiB"}},
-		"slab": {filepath.Join(dir, "other") + ":4M", "--arena-slab=2K",
+		"slab": {filepath.Join(dir, "other") + ":4M", "--arena-dax-slab=2K",
 			[]string{"slabs of 2048 bytes"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -327,7 +327,7 @@ func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 				_ = d.Shutdown(context.Background())
 				t.Fatal("started")
 			}
-			for _, w := range append(tc.want, "arena.devices") {
+			for _, w := range append(tc.want, "arena.dax.devices") {
 				if !strings.Contains(err.Error(), w) {
 					t.Errorf("%q does not say %q", err, w)
 				}
@@ -347,7 +347,7 @@ type arenaRig struct {
 func newArenaRig(t *testing.T, more ...string) *arenaRig {
 	t.Helper()
 	dir := t.TempDir()
-	d, _ := startDaemon(t, onDAX(t, dir, append([]string{"--arena-hotplug=true"}, more...)...))
+	d, _ := startDaemon(t, onDAX(t, dir, append([]string{"--arena-dax-hotplug=true"}, more...)...))
 	return &arenaRig{newAdminRig(t, d.AdminAddr(), ""), d, dir}
 }
 
@@ -515,13 +515,13 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	// Another process has the device; and one whose settings do not allow changes says so.
 	other, _ := startDaemon(t, withArena(t, r.dev(5)+":4M"))
 	r.fails(arenaAt+"add", body{"device_path": r.dev(5), "size": "4MiB"}, 409, r.dev(5),
-		fmt.Sprint(os.Getpid()), "arena.offset")
+		fmt.Sprint(os.Getpid()), "arena.dax.offset")
 	fixed := newAdminRig(t, other.AdminAddr(), "")
 	fixed.fails(arenaAt+"add", body{"device_path": r.dev(6), "size": "4MiB"}, 403,
-		"arena.hotplug: true")
-	fixed.fails(arenaAt+"remove", body{"device_path": r.dev(5)}, 403, "arena.hotplug: true")
+		"arena.dax.hotplug: true")
+	fixed.fails(arenaAt+"remove", body{"device_path": r.dev(5)}, 403, "arena.dax.hotplug: true")
 	fixed.fails(arenaOwn+"resize", body{"device_path": r.dev(5), "size": "8MiB"}, 403,
-		"arena.hotplug: true")
+		"arena.dax.hotplug: true")
 
 	// No room elsewhere; then it is dropped.
 	r.post(arenaAt+"add", body{"device_path": r.dev(4), "size": "2MiB"}, &added)
@@ -791,7 +791,7 @@ func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
 
 // An arena may begin without a device: nothing is held until there is one.
 func TestFirstDeviceOfTheArena(t *testing.T) {
-	edit := withArena(t, "", "--arena-hotplug=true")
+	edit := withArena(t, "", "--arena-dax-hotplug=true")
 	d, _ := startDaemon(t, edit)
 	r := newAdminRig(t, d.AdminAddr(), "")
 	var st admin.DAXArenasResult

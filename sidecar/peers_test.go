@@ -414,7 +414,7 @@ func TestStatusSaysOnWhichDevicesOthersHoldWhat(t *testing.T) {
 	dir, devices := testDir(t), t.TempDir()
 	var all []*Daemon
 	for rank := range 2 {
-		edit := onDAX(t, devices, "--arena-ranks=2", fmt.Sprintf("--arena-rank=%d", rank))
+		edit := onDAX(t, devices, "--arena-dax-ranks=2", fmt.Sprintf("--arena-dax-rank=%d", rank))
 		d, _ := startPeer(t, dir, fmt.Sprint(rank), func(c *settings.Config) {
 			edit(c)
 			c.Peers.Dir = dir

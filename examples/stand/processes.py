@@ -392,8 +392,8 @@ class Proxy(Process):
 def dax_arena(devices: str, **more: str) -> dict[str, str]:
     """Settings of a sidecar whose arena lies on files, PATH:SIZE,..., that stand in for DAX
     devices."""
-    settings = {"kind": "dax", "devices": devices, "allow_files": "true", **more}
-    return {f"arena_{name}": value for name, value in settings.items()}
+    settings = {"devices": devices, "allow_files": "true", **more}
+    return {"arena_kind": "dax"} | {f"arena_dax_{name}": v for name, v in settings.items()}
 
 
 def connector_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:

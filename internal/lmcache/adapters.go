@@ -496,12 +496,12 @@ func (c *converter) daxTier(from *given, devices []device) *tier {
 func (c *converter) daxArena(from *given, note string, devices ...device) {
 	c.arena, c.arenaFrom = append(c.arena, devices...), from
 	c.set("arena.kind", "dax", from, "")
-	c.set("arena.devices", c.arena, from, note)
+	c.set("arena.dax.devices", c.arena, from, note)
 	if slices.ContainsFunc(c.arena, func(d device) bool {
 		return !strings.HasPrefix(d.Path,
 			"/dev/")
 	}) {
-		c.settings = put(c.settings, setting{key: "arena.allow_files", value: true,
+		c.settings = put(c.settings, setting{key: "arena.dax.allow_files", value: true,
 			note: "not all of these are devices: files serve as well, but more slowly"})
 	}
 }
@@ -565,8 +565,8 @@ func daxDevice(c *converter, g *given) (verdict, error) {
 	}
 	if c.daxPrimary() {
 		c.daxArena(g, "", d)
-		return became("several ranks may share it: see arena.rank and arena.ranks",
-			"arena.devices"), nil
+		return became("several ranks may share it: see arena.dax.rank and arena.dax.ranks",
+			"arena.dax.devices"), nil
 	}
 	t := c.daxTier(g, []device{d})
 	if c.eviction == "" && c.config["cache_policy"] != nil {
@@ -583,7 +583,7 @@ func daxKey(to string) rule {
 			return unused("there is no dax.device_path"), nil
 		}
 		if c.daxPrimary() && to == "devices" {
-			return became("", "arena.devices"), nil
+			return became("", "arena.dax.devices"), nil
 		}
 		if c.daxPrimary() {
 			return unused("nothing is brought up from the device: the arena lies on it"), nil

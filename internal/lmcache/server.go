@@ -58,7 +58,7 @@ func redact(text string) string { return (&given{value: text}).safe() }
 // These are reasons that several flags share.
 const (
 	whyTransport = "vLLM finds the sidecar by lookaside.endpoint, on the same host: there is no port for it"
-	whyShared    = "LMCache's server held this for all ranks together: where there are several, give each rank's sidecar the same device, with arena.ranks and its arena.rank. Changing devices while it serves wants arena.hotplug: true"
+	whyShared    = "LMCache's server held this for all ranks together: where there are several, give each rank's sidecar the same device, with arena.dax.ranks and its arena.dax.rank. Changing devices while it serves wants arena.dax.hotplug: true"
 	whyThreads   = "vLLM's workers copy for themselves, and each tier has its own workers"
 	whyTrace     = "there is no export of traces, and /metrics is always served by the admin server; what is stored and dropped is published by events.endpoint"
 )
@@ -113,7 +113,7 @@ var serverTable = []struct {
 			d.Size = size(n)
 		}
 		c.daxArena(g, whyShared, d)
-		return became(whyShared, "arena.kind", "arena.devices"), nil
+		return became(whyShared, "arena.kind", "arena.dax.devices"), nil
 	}},
 	{"l1-manager", l1Manager},
 	{"l1-read-ttl-seconds", pinTimeout},
@@ -297,7 +297,7 @@ func arenaLimitOfServer(c *converter, g *given) (verdict, error) {
 		return verdict{}, g.wrong("a size above 0")
 	}
 	if !c.flag("l1-devdax-path").off() {
-		return became("", "arena.devices"), nil
+		return became("", "arena.dax.devices"), nil
 	}
 	c.set("arena.limit", size(n), g,
 		"LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them")
@@ -347,7 +347,7 @@ func l1Manager(c *converter, g *given) (verdict, error) {
 				"tiers: dax"), nil
 		}
 		c.daxArena(g, whyShared, d)
-		return became(whyShared, "arena.kind", "arena.devices"), nil
+		return became(whyShared, "arena.kind", "arena.dax.devices"), nil
 	}
 	return none(whyGDS), nil
 }

@@ -11,8 +11,9 @@ import (
 	"unicode/utf8"
 )
 
-// sections lists the sections of Lookaside's settings in the order of the output.
-var sections = []string{"arena", "tiers", "lookup", "admin", "log"}
+// sections lists the sections of Lookaside's settings in the order of the output. A section within
+// a section comes right behind it.
+var sections = []string{"arena", "arena.dax", "tiers", "lookup", "admin", "log"}
 
 // yaml returns the settings as YAML with comments.
 func (c *converter) yaml() string {
@@ -28,19 +29,7 @@ func (c *converter) yaml() string {
 			c.yamlTiers(&b)
 			continue
 		}
-		open := false
-		for _, s := range c.settings {
-			name, ok := strings.CutPrefix(s.key, section+".")
-			if !ok {
-				continue
-			}
-			if !open {
-				fmt.Fprintf(&b, "\n%s:\n", section)
-				open = true
-			}
-			s.key = name
-			writeSetting(&b, "  ", s)
-		}
+		c.yamlSection(&b, section)
 	}
 	m := map[string]any{}
 	for _, s := range c.connector {
@@ -60,6 +49,24 @@ func (c *converter) yaml() string {
 		}
 	}
 	return b.String()
+}
+
+// yamlSection writes the settings of a section, if there are any.
+func (c *converter) yamlSection(b *strings.Builder, section string) {
+	head, indent := "\n"+section+":\n", "  "
+	if _, within, ok := strings.Cut(section, "."); ok {
+		head, indent = "  "+within+":\n", "    "
+	}
+	for _, s := range c.settings {
+		name, ok := strings.CutPrefix(s.key, section+".")
+		if !ok || strings.Contains(name, ".") {
+			continue
+		}
+		b.WriteString(head)
+		head = ""
+		s.key = name
+		writeSetting(b, indent, s)
+	}
 }
 
 // transferConfig is the value of vLLM's --kv-transfer-config.

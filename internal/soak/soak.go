@@ -124,8 +124,8 @@ func (s *soak) startSidecar(n *node) error {
 		if err := s.makeDevice(n); err != nil {
 			return err
 		}
-		args = append(args, "--arena-kind", "dax", "--arena-devices", n.device,
-			"--arena-allow-files=true")
+		args = append(args, "--arena-kind", "dax", "--arena-dax-devices", n.device,
+			"--arena-dax-allow-files=true")
 	} else {
 		args = append(args, "--arena-kind", "memfd", "--arena-limit", pick(s.rnd, "8M", "12M",
 			"24M"))

@@ -45,11 +45,11 @@ def on_one_device(
         directory,
         count,
         arena_kind="dax",
-        arena_devices=f"{directory}/dax0.0:{size}",
-        arena_ranks=str(count),
-        arena_rank=str,
-        arena_allow_files="true",
-        arena_slab="1M",
+        arena_dax_devices=f"{directory}/dax0.0:{size}",
+        arena_dax_ranks=str(count),
+        arena_dax_rank=str,
+        arena_dax_allow_files="true",
+        arena_dax_slab="1M",
         lookup_deadline="20s",
         **settings,
     )
@@ -57,7 +57,7 @@ def on_one_device(
 
 @pytest.fixture
 def two(model: Path, tmp_path: Path) -> Iterator[Host]:
-    host = on_one_device(model, tmp_path, 2, arena_hotplug="true", peers_linger="100ms")
+    host = on_one_device(model, tmp_path, 2, arena_dax_hotplug="true", peers_linger="100ms")
     yield host
     host.close()
 

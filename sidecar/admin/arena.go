@@ -28,7 +28,7 @@ type RegionStatus struct {
 
 // DAXArenaState describes what only an arena on DAX has.
 type DAXArenaState struct {
-	HotPlugEnabled   bool       `json:"hotplug_enabled" doc:"Whether devices may be added, removed and resized: arena.hotplug."`
+	HotPlugEnabled   bool       `json:"hotplug_enabled" doc:"Whether devices may be added, removed and resized: arena.dax.hotplug."`
 	Devices          []DAXArena `json:"devices" doc:"In the order in which they came."`
 	Slabs            int        `json:"slabs" doc:"Pieces that the devices are cut into."`
 	SlabsGivenUp     int        `json:"slabs_given_up" doc:"Of these, those that were given up with what they held, because they failed. They are tried again."`

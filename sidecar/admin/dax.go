@@ -434,7 +434,7 @@ var (
 	ofArena = daxOwner{
 		"GET /reconfigure/dax/l1/status lists the devices of the arena",
 		"try again when the lookups, loads and stores that have leases on it have ended, and unpin what is pinned there (GET /v1/pins); set force: then they are waited for; or set mode to drain, which waits in the background",
-		"arena.offset and a size, or arena.rank and arena.Ranks",
+		"arena.dax.offset and a size, or arena.dax.rank and arena.dax.ranks",
 	}
 )
 

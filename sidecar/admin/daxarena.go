@@ -145,7 +145,7 @@ func (o *Operations) changeArena(path string) (done func(), err error) {
 		return nil, err
 	case !o.Settings.Arena.DAX.HotPlug:
 		return nil, apiError(http.StatusForbidden,
-			"set arena.hotplug: true in the settings, and restart the sidecar: what is on the devices is found again", "the arena does not allow its devices to be changed while it serves")
+			"set arena.dax.hotplug: true in the settings, and restart the sidecar: what is on the devices is found again", "the arena does not allow its devices to be changed while it serves")
 	}
 	return o.DAX.Change(), nil
 }

@@ -65,7 +65,7 @@ func (a *DAX) Begin(books engine.Config) (*engine.Engine, error) {
 	var err error
 	if a.pool, err = daxtier.OpenArena(o); err != nil {
 		a.pool = nil
-		return nil, fmt.Errorf("arena.devices: %w", err)
+		return nil, fmt.Errorf("arena.dax.devices: %w", err)
 	}
 	st, found := a.pool.Status(), a.pool.Engine().Stats()
 	a.found = found.ReadySlots

@@ -51,7 +51,7 @@ var arenaSettings = []Setting{
 	},
 	{
 		Key: "arena.kind", Default: "auto", Unit: "auto, hugetlb, thp, memfd, file or dax",
-		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd), files in arena.path, or the DAX devices of arena.devices. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why. " +
+		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd), files in arena.path, or the DAX devices of arena.dax.devices. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why. " +
 			"What an arena on DAX holds is found again after a restart or a crash; it is as large as its devices, and arena.limit, initial, step, grow_at, path, numa and populate_threads are errors with it.",
 		set: func(c *Config, v string) error {
 			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd,
@@ -133,40 +133,40 @@ var arenaSettings = []Setting{
 			func(c *Config) *time.Duration { return &c.Arena.CheckEvery }),
 	},
 	{
-		Key: "arena.devices", Default: "",
+		Key: "arena.dax.devices", Default: "",
 		Unit: "DEVICE[:SIZE],… (in the file also a list of devices, or of {path: DEVICE, size: BYTES})", list: true, onDAX: onlyOnDAX,
-		Meaning: "With arena.kind: dax, the DAX devices (/dev/daxX.Y) that the arena lies on, or files on a file system mounted with -o dax, and how much to use of each: a multiple of its alignment; all, if nothing is said. It may be empty if arena.hotplug is true. Workers map the devices, and copy straight to and from them.",
+		Meaning: "With arena.kind: dax, the DAX devices (/dev/daxX.Y) that the arena lies on, or files on a file system mounted with -o dax, and how much to use of each: a multiple of its alignment; all, if nothing is said. It may be empty if arena.dax.hotplug is true. Workers map the devices, and copy straight to and from them.",
 		set:     func(c *Config, v string) error { return c.Arena.DAX.addAll(v) },
 	},
 	{
-		Key: "arena.offset", Default: "0", Unit: sizeUnit, onDAX: onlyOnDAX,
-		Meaning: "Where in each device of arena.devices begins what is used of it: a multiple of its alignment. What lies before and behind is left to others.",
+		Key: "arena.dax.offset", Default: "0", Unit: sizeUnit, onDAX: onlyOnDAX,
+		Meaning: "Where in each device of arena.dax.devices begins what is used of it: a multiple of its alignment. What lies before and behind is left to others.",
 		set:     sizeOrZero(func(c *Config) *int64 { return &c.Arena.DAX.Offset }),
 	},
 	{
-		Key: "arena.ranks", Default: "1", Unit: "sidecars", onDAX: onlyOnDAX,
-		Meaning: "How many sidecars share arena.devices, one for each rank: each has an equal part of what is used of a device.",
+		Key: "arena.dax.ranks", Default: "1", Unit: "sidecars", onDAX: onlyOnDAX,
+		Meaning: "How many sidecars share arena.dax.devices, one for each rank: each has an equal part of what is used of a device.",
 		set:     whole(1, maxRanks, func(c *Config) *int { return &c.Arena.DAX.Ranks }),
 	},
 	{
-		Key: "arena.rank", Default: "0", Unit: "number", onDAX: onlyOnDAX,
+		Key: "arena.dax.rank", Default: "0", Unit: "number", onDAX: onlyOnDAX,
 		Meaning: "Which of these parts is this sidecar's, from 0.",
 		set:     whole(0, maxRanks-1, func(c *Config) *int { return &c.Arena.DAX.Rank }),
 	},
 	{
-		Key: "arena.allow_files", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
-		Meaning: "Whether regular files may stand in for arena.devices. One that is not there is made, of the size that is set.",
+		Key: "arena.dax.allow_files", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
+		Meaning: "Whether regular files may stand in for arena.dax.devices. One that is not there is made, of the size that is set.",
 		set:     boolean(func(c *Config) *bool { return &c.Arena.DAX.AllowFiles }),
 	},
 	{
-		Key: "arena.hotplug", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
+		Key: "arena.dax.hotplug", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
 		Meaning: "Whether devices of the arena may be added, removed and resized while the sidecar serves, by lookaside dax --arena and over HTTP.",
 		set:     boolean(func(c *Config) *bool { return &c.Arena.DAX.HotPlug }),
 	},
 	{
-		Key: "arena.slab", Default: "a 32nd of all devices, from 256M to 64G", Unit: sizeUnit,
+		Key: "arena.dax.slab", Default: "a 32nd of all devices, from 256M to 64G", Unit: sizeUnit,
 		derived: true, onDAX: onlyOnDAX,
-		Meaning: "Size of the pieces that arena.devices are cut into. Each has room for chunks of one geometry, and is a region that workers map.",
+		Meaning: "Size of the pieces that arena.dax.devices are cut into. Each has room for chunks of one geometry, and is a region that workers map.",
 		set:     size(func(c *Config) *int64 { return &c.Arena.DAX.Slab }),
 	},
 }
@@ -183,7 +183,7 @@ const (
 // complete sets the fields that follow from the limit, and checks the kind's own settings.
 func (a *ArenaConfig) complete() error {
 	if a.Kind == KindDAX {
-		if err := a.DAX.check("arena."); err != nil {
+		if err := a.DAX.check("arena.dax."); err != nil {
 			return fmt.Errorf("arena.kind is dax: %w", err)
 		}
 		return nil
@@ -235,11 +235,11 @@ func (s Setting) isDefault(c *ArenaConfig) bool {
 
 // whyNeverOnDAX has the reason why a setting does not apply to an arena on DAX.
 var whyNeverOnDAX = map[string]string{
-	"arena.limit":            "such an arena is as large as its devices, whose sizes are set as DEVICE:SIZE in arena.devices",
+	"arena.limit":            "such an arena is as large as its devices, whose sizes are set as DEVICE:SIZE in arena.dax.devices",
 	"arena.initial":          "such an arena has all of its devices from the start",
-	"arena.step":             "such an arena does not grow by itself; with arena.hotplug devices are added by lookaside dax add --arena",
-	"arena.grow_at":          "such an arena does not grow by itself; with arena.hotplug devices are added by lookaside dax add --arena",
-	"arena.path":             "its devices, or the files that stand in for them, are set in arena.devices",
+	"arena.step":             "such an arena does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
+	"arena.grow_at":          "such an arena does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
+	"arena.path":             "its devices, or the files that stand in for them, are set in arena.dax.devices",
 	"arena.numa":             "its memory is of the node that the device is on: see lookaside status",
 	"arena.populate_threads": "the memory of a device is there, and need not be faulted in by the sidecar",
 }
@@ -260,7 +260,7 @@ func (c *Config) checkDevices() error {
 				}
 				if other.Path == mine.Path && overlap(c.Arena.DAX.Offset, mine.Size, t.DAX.Offset,
 					size) {
-					return fmt.Errorf("%s is in arena.devices and in tier %q: give each a part of its own, by arena.offset, the tier's offset, and sizes", mine.Path, t.Name)
+					return fmt.Errorf("%s is in arena.dax.devices and in tier %q: give each a part of its own, by arena.dax.offset, the tier's offset, and sizes", mine.Path, t.Name)
 				}
 			}
 		}

@@ -75,7 +75,13 @@ func FlagError(fs *pflag.FlagSet, err error) error {
 	if !errors.As(err, &missing) {
 		return err
 	}
+	name := missing.GetSpecifiedName()
+	if fs.Lookup("arena-limit") != nil { // the command has a flag for every setting
+		if err := formerError("unknown flag", name, "--", Setting.Flag); err != nil {
+			return err
+		}
+	}
 	var names []string
 	fs.VisitAll(func(f *pflag.Flag) { names = append(names, f.Name) })
-	return unknown(err.Error(), missing.GetSpecifiedName(), "--", names)
+	return unknown(err.Error(), name, "--", names)
 }

@@ -139,6 +139,9 @@ func loadYAML(k *koanf.Koanf, file string, b []byte) ([]tierEntry, error) {
 	one.Delete("tiers")
 	for key, v := range one.All() {
 		if !slices.ContainsFunc(settings, func(s Setting) bool { return s.Key == key }) {
+			if err := formerError("settings: "+file, key, "", Setting.key); err != nil {
+				return nil, err
+			}
 			return nil, unknown(fmt.Sprintf("settings: %s: unknown setting %q", file, key), key, "",
 				append(settingNames(Setting.key), "tiers"))
 		}
@@ -177,6 +180,9 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 				if s.Env() == name {
 					return s.Key, value
 				}
+			}
+			if err == nil {
+				err = formerError("settings: environment", name, "", Setting.Env)
 			}
 			if err == nil && looksLikeSetting(name) {
 				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name,

@@ -30,7 +30,8 @@ func Nearest(got string, names []string) string {
 	for _, name := range names {
 		d := levenshtein.ComputeDistance(strings.ToLower(got), strings.ToLower(name))
 		// The most common mistake is a name without its section.
-		if i := strings.IndexAny(name, ".-"); i >= 0 && strings.EqualFold(name[i+1:], got) {
+		if rest := len(name) - len(got); rest > 0 && strings.ContainsAny(name[rest-1:rest], ".-") &&
+			strings.EqualFold(name[rest:], got) {
 			d = 1
 		}
 		if d < distance {

@@ -141,40 +141,40 @@ func TestBadSettingsSayWhatIsWrong(t *testing.T) {
 		{"twice in YAML", "log: {level: info}\nlog: {level: debug}\n", nil, nil, []string{"log"}},
 		{"numa", "", nil, []string{"--arena-numa=-2"}, []string{"arena.numa", `"-2"`}},
 		{"DAX without devices", "", nil, []string{"--arena-kind=dax"},
-			[]string{"arena.kind", "arena.devices", "/dev/dax0.0", "arena.hotplug"}},
-		{"limit on DAX", "", nil, []string{"--arena-kind=dax", "--arena-devices=/dev/dax0.0",
+			[]string{"arena.kind", "arena.dax.devices", "/dev/dax0.0", "arena.dax.hotplug"}},
+		{"limit on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
 			"--arena-limit=4G"}, []string{"arena.limit", "arena.kind is dax", "DEVICE:SIZE"}},
-		{"initial on DAX", "arena: {kind: dax, devices: [/dev/dax0.0], initial: 1G}", nil, nil,
+		{"initial on DAX", "arena: {kind: dax, dax: {devices: [/dev/dax0.0]}, initial: 1G}", nil, nil,
 			[]string{"arena.initial", "from the start"}},
 		{"step on DAX", "", []string{"LOOKASIDE_ARENA_STEP=1G"}, []string{"--arena-kind=dax",
-			"--arena-devices=/dev/dax0.0"}, []string{"arena.step", "lookaside dax add --arena"}},
-		{"grow_at on DAX", "", nil, []string{"--arena-kind=dax", "--arena-devices=/dev/dax0.0",
+			"--arena-dax-devices=/dev/dax0.0"}, []string{"arena.step", "lookaside dax add --arena"}},
+		{"grow_at on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
 			"--arena-grow-at=0.5"}, []string{"arena.grow_at", "does not grow"}},
 		{"path on DAX", "", nil, []string{"--arena-kind=dax", "--arena-path=/mnt/pmem"},
-			[]string{"arena.path", "arena.devices"}},
-		{"numa on DAX", "", nil, []string{"--arena-kind=dax", "--arena-devices=/dev/dax0.0",
+			[]string{"arena.path", "arena.dax.devices"}},
+		{"numa on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
 			"--arena-numa=1"}, []string{"arena.numa", "node"}},
-		{"threads on DAX", "", nil, []string{"--arena-kind=dax", "--arena-devices=/dev/dax0.0",
+		{"threads on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
 			"--arena-populate-threads=4"}, []string{"arena.populate_threads", "faulted in"}},
-		{"devices on memory", "", nil, []string{"--arena-devices=/dev/dax0.0"},
-			[]string{"arena.devices", "arena.kind is auto", "set arena.kind to dax"}},
-		{"hotplug on memory", "arena: {kind: memfd, hotplug: true}", nil, nil,
-			[]string{"arena.hotplug", "arena.kind is memfd"}},
-		{"slab on memory", "", []string{"LOOKASIDE_ARENA_SLAB=1G"}, nil,
-			[]string{"arena.slab", "arena.kind"}},
-		{"relative device", "", nil, []string{"--arena-kind=dax", "--arena-devices=dax0.0"},
-			[]string{"arena.devices", `"dax0.0"`, "/dev/dax0.0"}},
+		{"devices on memory", "", nil, []string{"--arena-dax-devices=/dev/dax0.0"},
+			[]string{"arena.dax.devices", "arena.kind is auto", "set arena.kind to dax"}},
+		{"hotplug on memory", "arena: {kind: memfd, dax: {hotplug: true}}", nil, nil,
+			[]string{"arena.dax.hotplug", "arena.kind is memfd"}},
+		{"slab on memory", "", []string{"LOOKASIDE_ARENA_DAX_SLAB=1G"}, nil,
+			[]string{"arena.dax.slab", "arena.kind"}},
+		{"relative device", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=dax0.0"},
+			[]string{"arena.dax.devices", `"dax0.0"`, "/dev/dax0.0"}},
 		{"device twice", "", nil, []string{"--arena-kind=dax",
-			"--arena-devices=/dev/dax0.0,/dev/../dev/dax0.0:1G"}, []string{"arena.devices",
+			"--arena-dax-devices=/dev/dax0.0,/dev/../dev/dax0.0:1G"}, []string{"arena.dax.devices",
 			"/dev/dax0.0", "twice"}},
 		{"size of a device", "", nil, []string{"--arena-kind=dax",
-			"--arena-devices=/dev/dax0.0:lots"}, []string{"arena.devices", "lots"}},
-		{"key of a device", "arena: {kind: dax, devices: [{path: /dev/dax0.0, sise: 1G}]}", nil,
-			nil, []string{"arena.devices", "sise", `"size"`}},
-		{"device that is none", "arena: {kind: dax, devices: [7]}", nil, nil,
-			[]string{"arena.devices", "7"}},
-		{"rank", "", nil, []string{"--arena-kind=dax", "--arena-devices=/dev/dax0.0",
-			"--arena-ranks=2", "--arena-rank=2"}, []string{"arena.rank is 2", "arena.ranks 2",
+			"--arena-dax-devices=/dev/dax0.0:lots"}, []string{"arena.dax.devices", "lots"}},
+		{"key of a device", "arena: {kind: dax, dax: {devices: [{path: /dev/dax0.0, sise: 1G}]}}", nil,
+			nil, []string{"arena.dax.devices", "sise", `"size"`}},
+		{"device that is none", "arena: {kind: dax, dax: {devices: [7]}}", nil, nil,
+			[]string{"arena.dax.devices", "7"}},
+		{"rank", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
+			"--arena-dax-ranks=2", "--arena-dax-rank=2"}, []string{"arena.dax.rank is 2", "arena.dax.ranks 2",
 			"from 0"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -195,14 +195,14 @@ func TestBadSettingsSayWhatIsWrong(t *testing.T) {
 func TestArenaOnDAXSettings(t *testing.T) {
 	want := DAXDevices{Devices: []DAXDevice{{"/dev/dax0.0", 100 << 30}, {"/dev/dax1.0", 0}},
 		Offset: 2 << 20, Ranks: 4, Rank: 3, HotPlug: true, AllowFiles: true, Slab: 1 << 30}
-	yaml := "arena:\n  kind: dax\n  devices: [{path: /dev/dax0.0, size: 100G}, /dev/dax1.0]\n  offset: 2M\n  ranks: 4\n  rank: 3\n  hotplug: true\n  allow_files: true\n  slab: 1G\n"
+	yaml := "arena:\n  kind: dax\n  dax:\n    devices: [{path: /dev/dax0.0, size: 100G}, /dev/dax1.0]\n    offset: 2M\n    ranks: 4\n    rank: 3\n    hotplug: true\n    allow_files: true\n    slab: 1G\n"
 	words := []string{"devices=/dev/dax0.0:100G,/dev/dax1.0", "offset=2M", "ranks=4", "rank=3",
-		"hotplug=true", "allow_files=true", "slab=1G", "kind=dax"}
-	var environ, flags []string
+		"hotplug=true", "allow_files=true", "slab=1G"}
+	environ, flags := []string{"LOOKASIDE_ARENA_KIND=dax"}, []string{"--arena-kind=dax"}
 	for _, w := range words {
 		name, value, _ := strings.Cut(w, "=")
-		environ = append(environ, "LOOKASIDE_ARENA_"+strings.ToUpper(name)+"="+value)
-		flags = append(flags, "--arena-"+strings.ReplaceAll(name, "_", "-")+"="+value)
+		environ = append(environ, "LOOKASIDE_ARENA_DAX_"+strings.ToUpper(name)+"="+value)
+		flags = append(flags, "--arena-dax-"+strings.ReplaceAll(name, "_", "-")+"="+value)
 	}
 	for name, tc := range map[string]struct {
 		yaml    string
@@ -218,14 +218,14 @@ func TestArenaOnDAXSettings(t *testing.T) {
 		}
 	}
 	// What it is to be, and that it may be told otherwise later.
-	c, err := load(t, "arena: {kind: dax, devices: [], hotplug: true}", nil)
+	c, err := load(t, "arena: {kind: dax, dax: {devices: [], hotplug: true}}", nil)
 	if err != nil || len(c.Arena.DAX.Devices) != 0 || c.Arena.DAX.Ranks != 1 {
 		t.Errorf("%v: %+v", err, c.Arena)
 	}
 	// A tier may have another part of a device.
 	for sizes, ok := range map[[2]string]bool{{":1G", ":offset=1G"}: true,
 		{":1G", ":offset=512M"}: false, {"", ":offset=1G"}: false, {":1G", ""}: false} {
-		_, err := load(t, "", nil, "--arena-kind=dax", "--arena-devices=/dev/dax0.0"+sizes[0],
+		_, err := load(t, "", nil, "--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0"+sizes[0],
 			"--dax=/dev/dax0.0"+sizes[1])
 		if (err == nil) != ok || err != nil && (!strings.Contains(err.Error(), "/dev/dax0.0") ||
 			!strings.Contains(err.Error(), `tier "dax"`)) {
@@ -233,8 +233,8 @@ func TestArenaOnDAXSettings(t *testing.T) {
 		}
 	}
 	// A default that is written out is no contradiction.
-	if _, err := load(t, "", nil, "--arena-kind=memfd", "--arena-ranks=1",
-		"--arena-hotplug=false"); err != nil {
+	if _, err := load(t, "", nil, "--arena-kind=memfd", "--arena-dax-ranks=1",
+		"--arena-dax-hotplug=false"); err != nil {
 		t.Error(err)
 	}
 }

@@ -106,6 +106,9 @@ func (c *TierConfig) setKeys(keys [][2]string) error {
 
 // unknownKey returns the error for a key that is not in mine, the settings of the tier's kind.
 func (c *TierConfig) unknownKey(key string, mine []TierSetting) error {
+	if slices.Contains(formerTierKeys, formerTierKey{c.Kind, key}) {
+		return goneError(key)
+	}
 	var names []string
 	for _, s := range mine {
 		names = append(names, s.Key)

@@ -55,7 +55,7 @@ func newDAX() *cobra.Command {
 		Short: "Show, add, remove and resize the DAX devices of a running sidecar",
 		Long: `Show, add, remove and resize the DAX devices of a running sidecar, while it serves: those of its
 tiers or, with --arena, those that its arena lies on. Changes are refused unless the tier has
-hotplug: true, or arena.hotplug is. They last as long as the sidecar: change its settings too.`,
+hotplug: true, or arena.dax.hotplug is. They last as long as the sidecar: change its settings too.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}

@@ -148,8 +148,8 @@ func storeMapped(t *testing.T, s *server, pages int) (words []string) {
 func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 	dir := t.TempDir()
 	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
-	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev(0)+":8M,"+dev(1)+":8M",
-		"--arena-slab=1M", "--arena-allow-files=true", "--arena-hotplug=true", "--sessions-share=1",
+	s := serveOnly(t, "--arena-kind=dax", "--arena-dax-devices="+dev(0)+":8M,"+dev(1)+":8M",
+		"--arena-dax-slab=1M", "--arena-dax-allow-files=true", "--arena-dax-hotplug=true", "--sessions-share=1",
 		"--sessions-joint-share=1")
 	c := commander{t, s.dir}
 	words := storeMapped(t, s, 100)
@@ -331,8 +331,8 @@ func TestDAXProgress(t *testing.T) {
 func TestCallsOfLMCache(t *testing.T) {
 	dir := t.TempDir()
 	dev := func(name string) string { return filepath.Join(dir, name) }
-	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev("l1-0")+":8M,"+dev("l1-1")+":8M",
-		"--arena-slab=1M", "--arena-allow-files", "--arena-hotplug",
+	s := serveOnly(t, "--arena-kind=dax", "--arena-dax-devices="+dev("l1-0")+":8M,"+dev("l1-1")+":8M",
+		"--arena-dax-slab=1M", "--arena-dax-allow-files", "--arena-dax-hotplug",
 		"--dax", dev("l2-0")+":8M:slab=1M:allow_files=true:hotplug=true",
 		"--cascade-partial-delay=10ms")
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
