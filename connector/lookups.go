@@ -116,8 +116,14 @@ func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 	}
 	tokens := pages * g.PageTokens
 	s.countAnswer(pages, tokens, time.Since(start))
-	r := wire.LookupResult{Lookup: m.Lookup, HitPages: uint32(pages), HitTokens: uint32(tokens)}
+	r := wire.LookupResult{Lookup: m.Lookup, HitPages: uint32(pages), HitTokens: uint32(tokens),
+		InMemory: pages > 0 && s.inMemory(ses.owner, m.Lookup)}
 	return m.Session, r.Append(reply)
+}
+
+// inMemory reports whether all that a lookup has leased lies in the arena, in memory.
+func (s *Server) inMemory(o engine.Owner, lookup uint64) bool {
+	return s.frail.Load() == 0 && s.engine.InArena(o, lookup)
 }
 
 func (s *Server) countAnswer(pages, tokens int, took time.Duration) {
@@ -151,7 +157,8 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 	}
 	tokens := a.Pages * ses.space.geometry.PageTokens
 	s.countAnswer(a.Pages, tokens, a.Took)
-	m := wire.LookupResult{Lookup: a.Lookup, HitPages: uint32(a.Pages), HitTokens: uint32(tokens)}
+	m := wire.LookupResult{Lookup: a.Lookup, HitPages: uint32(a.Pages), HitTokens: uint32(tokens),
+		InMemory: a.Pages > 0 && s.inMemory(a.Owner, a.Lookup)}
 	s.lookups.Post(ses.id, m.Append(nil))
 }
 

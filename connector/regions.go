@@ -27,6 +27,16 @@ type Region struct {
 	ReadOnly                         bool // loads may name it, stores do not
 }
 
+// mayFail reports whether the region is of the arena and on a device or in a file. Reading memory
+// cannot fail so, and takes as long as copying it.
+func (r *Region) mayFail() bool {
+	switch dax.Kind(r.Kind) {
+	case dax.KindMemfd, dax.KindHugetlb, dax.KindTHP:
+		return false
+	}
+	return !r.ReadOnly
+}
+
 // errRegionKept is the cause for giving up a worker that does not unmap a region.
 var errRegionKept = errors.New("it does not unmap a region that is removed")
 
@@ -61,6 +71,9 @@ func (s *Server) AnnounceRegion(r Region) {
 	}
 	// From here on a new worker gets it with its handshake.
 	s.regions = append(s.regions, r)
+	if r.mayFail() {
+		s.frail.Add(1)
+	}
 	workers := s.workers()
 	for _, w := range workers {
 		w.mapping[r.ID] = make(chan struct{})
@@ -148,6 +161,9 @@ func (s *Server) retractRegion(ctx context.Context, id uint32) {
 	if i < 0 {
 		s.mu.Unlock()
 		return
+	}
+	if s.regions[i].mayFail() {
+		s.frail.Add(-1)
 	}
 	s.regions = slices.Delete(s.regions, i, i+1)
 	s.retracted[id] = struct{}{}

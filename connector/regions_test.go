@@ -77,6 +77,38 @@ func (w *worker) readsRegion(typ wire.Type) {
 
 // A part of a device is announced where it lies, and its retraction is over when the last worker
 // has unmapped it.
+// TestInMemory: a hit is said to be in memory while no region of the arena is on a device. What is
+// only for reading is a peer's, and no lookup here has leased any of it.
+func TestInMemory(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
+	p := prefix{stretch: perChunk}
+	looked := func(pages int, memory bool) {
+		t.Helper()
+		id, hit := s.lookup(p, 0, 2*perChunk)
+		if hit != pages || s.memory != memory {
+			t.Fatalf("%d pages, in memory: %v", hit, s.memory)
+		}
+		s.cancel(id)
+	}
+	looked(0, false)
+	w.store(p, 0, perChunk)
+	looked(perChunk, true)
+	f := device(t, 16<<12)
+	peers := part(f, 6, 2)
+	peers.ReadOnly = true
+	r.server.AnnounceRegion(peers)
+	looked(perChunk, true)
+	r.server.AnnounceRegion(part(f, 7, 3))
+	w.readsRegion(wire.TypeRegionAdded)
+	w.readsRegion(wire.TypeRegionAdded)
+	looked(perChunk, false)
+	done := r.retract(7, patience)
+	w.readsRegion(wire.TypeRegionRemoved)
+	<-done
+	looked(perChunk, true)
+}
+
 func TestRegionsComeAndGo(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	f := device(t, 16<<12)

@@ -503,6 +503,7 @@ type scheduler struct {
 	ses     *client.Session
 	lookups *client.Lookups
 	next    uint64
+	memory  bool // the last lookup's hit is in memory
 }
 
 func (r *rig) scheduler(h *wire.Hello) *scheduler {
@@ -530,6 +531,7 @@ func (s *scheduler) lookup(p prefix, first, pages int) (id uint64, hit int) {
 	if r.HitTokens != r.HitPages*pageTokens {
 		s.t.Errorf("%d pages are %d tokens", r.HitPages, r.HitTokens)
 	}
+	s.memory = r.InMemory
 	return s.next, int(r.HitPages)
 }
 

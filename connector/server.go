@@ -111,6 +111,8 @@ type Server struct {
 	spaces    []*space
 	regions   []Region
 	retracted map[uint32]struct{} // ids of regions that are gone
+
+	frail atomic.Int32 // how many of regions are the arena's and may fail; see Region.mayFail
 }
 
 // New returns a Server that does not accept sessions yet. Call [Server.SetLookupSockets] and then

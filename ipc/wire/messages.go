@@ -472,6 +472,9 @@ type LookupResult struct {
 	Lookup    uint64
 	HitPages  uint32 // consecutive, from the lookup's first page
 	HitTokens uint32 // the same in tokens
+	// InMemory is set if all of these pages lie in the sidecar's own arena, and that is in memory
+	// alone: not on a device or in a file, and nothing of it is lent by a peer.
+	InMemory bool
 }
 
 func (m *LookupResult) fields(v *visitor) *visitor {
@@ -479,6 +482,7 @@ func (m *LookupResult) fields(v *visitor) *visitor {
 	v.u64("lookup", &m.Lookup)
 	v.u32("hit_pages", &m.HitPages)
 	v.u32("hit_tokens", &m.HitTokens)
+	v.flag("in_memory", &m.InMemory)
 	return v
 }
 

@@ -155,6 +155,8 @@ func goodMessages() []named {
 			&Lookup{Session: 5, Secret: digests(1, 16), Lookup: 7, FirstPage: 16, Prev: []byte{},
 				Hashes: digests(2, 16)}},
 		{"lookup result", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64}},
+		{"lookup result in memory", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64,
+			InMemory: true}},
 		{"lookup result miss", &LookupResult{Lookup: big}},
 		{"lookup pending", &LookupPending{Lookup: 6, Pages: 4, EtaMs: 120}},
 		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32,
@@ -231,7 +233,8 @@ func badMessages() []vector {
 		shorter string
 	}{
 		{TypeLookup, "3c 05" + secret + "06 07 c400 c401aa 14 00", "99", "9a", "98"},
-		{TypeLookupResult, "3d 06 04 18 40", "94", "95", "93"}, // one field too many by itself
+		// One field too many by itself.
+		{TypeLookupResult, "3d 06 04 18 40 00", "95", "96", "94"},
 	} {
 		add(t.t, "empty", "")
 		add(t.t, "array bomb of 8 bytes", "dd ffffffff 000000")
@@ -426,10 +429,12 @@ func badMessages() []vector {
 	add(TypeNotice, "no text", "91 2c")
 	add(TypeNotice, "text that is not UTF-8", "92 2c a1ff")
 	add(TypeError, "message as bytes", "94 32 01 a0 c400")
-	add(TypeLookupResult, "hit pages above 32 bits", "94 3d 06 cf0000000100000000 00")
-	add(TypeLookupResult, "negative hit", "94 3d 06 ff 00")
-	add(TypeLookupResult, "trailing bytes", "94 3d 06 04 40 00")
-	add(TypeLookupResult, "a float", "94 3d 06 ca40800000 40")
+	add(TypeLookupResult, "hit pages above 32 bits", "95 3d 06 cf0000000100000000 00 00")
+	add(TypeLookupResult, "negative hit", "95 3d 06 ff 00 00")
+	add(TypeLookupResult, "trailing bytes", "95 3d 06 04 40 00 00")
+	add(TypeLookupResult, "a float", "95 3d 06 ca40800000 40 00")
+	add(TypeLookupResult, "in memory above one", "95 3d 06 04 40 02")
+	add(TypeLookupResult, "in memory as a bool", "95 3d 06 04 40 c3")
 	add(TypeLookupPending, "no pages", "94 40 06 00 14")
 	add(TypeLookupPending, "negative pages", "94 40 06 ff 14")
 	add(TypeLookupPending, "eta above 32 bits", "94 40 06 04 cf0000000100000000")

@@ -335,7 +335,8 @@ func random(r *rand.Rand, typ Type) Message {
 		}
 		return m
 	case TypeLookupResult:
-		return &LookupResult{Lookup: u64(), HitPages: u32(), HitTokens: u32()}
+		return &LookupResult{Lookup: u64(), HitPages: u32(), HitTokens: u32(),
+			InMemory: r.IntN(2) == 1}
 	case TypeTrim:
 		return &Trim{Session: id(), Secret: raw(16), Lookup: u64(), FirstPage: u32()}
 	case TypeCancel:

@@ -408,11 +408,16 @@ class Lookup(Message, frozen=True, tag=60):
 
 
 class LookupResult(Message, frozen=True, tag=61):
-    """Answers a Lookup: consecutive pages from its first one, and the same in tokens."""
+    """Answers a Lookup: consecutive pages from its first one, and the same in tokens.
+
+    ``in_memory``: all of them lie in the sidecar's own arena, and that is in memory alone: not on a
+    device or in a file, and nothing of it is lent by a peer.
+    """
 
     lookup: _U64
     hit_pages: _U32
     hit_tokens: _U32
+    in_memory: _Flag = 0
 
 
 class Trim(Message, frozen=True, tag=62):

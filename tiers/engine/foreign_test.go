@@ -377,6 +377,9 @@ func TestForeign(t *testing.T) {
 	if n, err := b.e.Lookup(me, 1, 0, p); n != 6 || err != nil {
 		t.Fatal(n, err)
 	}
+	if !b.e.InArena(me, 1) || b.e.InArena(me, 2) {
+		t.Fatal("in the arena: only what was looked up, and all of it")
+	}
 	got := b.lend(1, 4, p[4*32:], 5)
 	if len(got) != 3 || !got[0].Foreign || got[0].Pages != 4 || got[0].State != PromotionGranted {
 		t.Fatalf("%+v", got)
@@ -419,7 +422,7 @@ func TestForeign(t *testing.T) {
 	}
 
 	// What was stored is found first; what is read stays as long as it is.
-	if n, err := b.e.Lookup(me, 2, 0, p); n != 16 || err != nil {
+	if n, err := b.e.Lookup(me, 2, 0, p); n != 16 || err != nil || b.e.InArena(me, 2) {
 		t.Fatal(n, err)
 	}
 	other, ex, err := b.e.PrepareLoad(me, me, 2, 0, 16, nil)

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"fmt"
+	"slices"
 
 	"lookaside/tiers"
 )
@@ -215,6 +216,16 @@ func (e *Engine) Cancel(o Owner, lookup uint64) error {
 	}
 	e.endLease(x)
 	return nil
+}
+
+// InArena reports whether a lookup has leased slots, and all of them are the arena's: none is lent
+// by a peer.
+func (e *Engine) InArena(o Owner, lookup uint64) bool {
+	e.mu.Lock()
+	defer e.unlock()
+	x, err := e.lookup(o, lookup)
+	return err == nil && len(x.slots) > 0 &&
+		(e.lent.mask == 0 || !slices.ContainsFunc(x.slots, e.isForeign))
 }
 
 func (e *Engine) lookup(o Owner, lookup uint64) (*lease, error) {
