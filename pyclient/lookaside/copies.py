@@ -145,8 +145,19 @@ class Copies(Protocol):
         """
         ...
 
-    def scatter(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        """Copy arena pages to KV-cache blocks, which are given as to gather."""
+    def mark(self) -> object:
+        """Return what stands for all that vLLM has given the device to compute so far.
+
+        For the thread that runs the model.
+        """
+        ...
+
+    def scatter(self, blocks: np.ndarray, addresses: np.ndarray, after: object = None) -> Ticket:
+        """Copy arena pages to KV-cache blocks, which are given as to gather.
+
+        The copy waits for what was computed before the mark after; without one, for what was given
+        to the device before this call.
+        """
         ...
 
     def close(self) -> None:
@@ -270,7 +281,10 @@ class CpuCopies:
     def gather(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
         return self._start(_native.Plan.gather, blocks, addresses, inline=True)
 
-    def scatter(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
+    def mark(self) -> object:
+        return None  # what was computed here is over
+
+    def scatter(self, blocks: np.ndarray, addresses: np.ndarray, after: object = None) -> Ticket:
         return self._start(_native.Plan.scatter, blocks, addresses, inline=False)
 
     def close(self) -> None:

@@ -4,11 +4,12 @@ Regions are page-locked as they are attached, so each page moves by DMA straight
 and the KV cache. Another sidecar's region is mapped for reading only, and the driver has to be
 told. A driver that does not support this refuses the region, and nothing is loaded from there.
 
-Gathers and scatters have one stream each, of the lowest priority. Both wait for what the compute
-stream had been given when they were asked for. For a gather that is the forward pass that fills its
-blocks. For a scatter it is the previous user of the blocks: vLLM may hand out a block while a
-kernel that still writes to it is queued. Compute never waits for us: vLLM does not run a request
-before its load is reported.
+Gathers and scatters have one stream each, of the lowest priority. A gather waits for what the
+compute stream had been given when it was asked for: the forward pass that fills its blocks. A
+scatter waits for what that stream had been given at its mark: the previous user of the blocks, as
+vLLM may hand out a block while a kernel that still writes to it is queued. The forward pass that
+comes after the mark runs beside it. Compute never waits for us: vLLM does not run a request before
+its load is reported.
 
 Handing tens of thousands of runs to the driver takes milliseconds. So one thread of ours does it,
 and the engine's step only records an event. The driver is called from native code, without torch;
@@ -79,12 +80,29 @@ class CudaTicket(Ticket):
                 self._finish(failure)
 
 
-@dataclass(frozen=True)
+class _Mark:
+    """An event on the compute stream, freed with its last user."""
+
+    __slots__ = ("_driver", "event")
+
+    def __init__(self, driver: _native.Cuda, stream: int) -> None:
+        """Raises RuntimeError if the device is broken."""
+        self._driver = driver
+        self.event = driver.event()
+        driver.record(self.event, stream)
+
+    def __del__(self) -> None:
+        if hasattr(self, "event"):
+            _quietly(self._driver.event_free, self.event)
+
+
+@dataclass
 class _Job:
     ticket: CudaTicket
     copy: Callable[[_native.Plan, int, np.ndarray, np.ndarray], int]
     stream: int
-    after: int  # event on the compute stream
+    after: _Mark | None
+    """None once it was submitted."""
     pieces: list[Piece]
 
 
@@ -164,10 +182,16 @@ class CudaCopies:
         return AllOf(copies) if address is None else _Unpin(self._driver, address, copies)
 
     def gather(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        return self._start(self._driver.gather, self._gathers, blocks, addresses)
+        return self._start(self._driver.gather, self._gathers, blocks, addresses, None)
 
-    def scatter(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        return self._start(self._driver.scatter, self._scatters, blocks, addresses)
+    def mark(self) -> object:
+        try:
+            return _Mark(self._driver, self._compute_stream())
+        except RuntimeError:
+            return None  # the copy will meet the fault
+
+    def scatter(self, blocks: np.ndarray, addresses: np.ndarray, after: object = None) -> Ticket:
+        return self._start(self._driver.scatter, self._scatters, blocks, addresses, after)
 
     def close(self) -> None:
         with self._lock:
@@ -190,46 +214,48 @@ class CudaCopies:
         stream: int,
         blocks: np.ndarray,
         addresses: np.ndarray,
+        after: object,
     ) -> Ticket:
-        after: int | None = None
         try:
             pieces = self._plans.pieces(blocks, addresses)
-            after = self._driver.event()
-            self._driver.record(after, self._compute_stream())
+            mark = (
+                after if isinstance(after, _Mark) else _Mark(self._driver, self._compute_stream())
+            )
         except (TypeError, ValueError, RuntimeError) as fault:
-            if after is not None:
-                _quietly(self._driver.event_free, after)
             return finished(str(fault))
         ticket = CudaTicket(self._driver)
         with self._lock:
             if self._closed:
-                _quietly(self._driver.event_free, after)
                 return finished("copies are closed")
             self._inflight.add(ticket)
-            self._jobs.put(_Job(ticket, copy, stream, after, pieces))
+            self._jobs.put(_Job(ticket, copy, stream, mark, pieces))
         return ticket
 
     def _submit_all(self) -> None:
         while (job := self._jobs.get()) is not None:
-            event: int | None = None
-            failure: str | None = None
+            self._submit(job)
+
+    def _submit(self, job: _Job) -> None:
+        event: int | None = None
+        failure: str | None = None
+        assert job.after is not None
+        try:
+            event = self._driver.event()
+            self._driver.wait(job.stream, job.after.event)
+            for plan, blocks, addresses in job.pieces:
+                job.copy(plan, job.stream, blocks, addresses)
+        except Exception as fault:
+            failure = f"{type(fault).__name__}: {fault}"
+        job.after = None
+        if event is not None:
+            # A copy that failed gets its event too: what was queued before still moves.
             try:
-                event = self._driver.event()
-                self._driver.wait(job.stream, job.after)
-                for plan, blocks, addresses in job.pieces:
-                    job.copy(plan, job.stream, blocks, addresses)
-            except Exception as fault:
-                failure = f"{type(fault).__name__}: {fault}"
-            _quietly(self._driver.event_free, job.after)
-            if event is not None:
-                # A copy that failed gets its event too: what was queued before still moves.
-                try:
-                    self._driver.record(event, job.stream)
-                except RuntimeError as fault:
-                    failure = failure or str(fault)
-                    _quietly(self._driver.event_free, event)
-                    event = None
-            job.ticket._submitted(event, failure)
+                self._driver.record(event, job.stream)
+            except RuntimeError as fault:
+                failure = failure or str(fault)
+                _quietly(self._driver.event_free, event)
+                event = None
+        job.ticket._submitted(event, failure)
 
 
 def _torch_stream(ordinal: int) -> Callable[[], int]:

@@ -177,6 +177,25 @@ def test_copies_come_after_what_compute_was_given(fake: Device, direction: str) 
         assert not target.any()
 
 
+def test_a_scatter_passes_the_forward_after_its_mark(fake: Device) -> None:
+    """It waits for the forward that used its blocks, and not for the one that runs beside it."""
+    compute = ctypes.c_void_p(fake.compute)
+    before = fake.driver.fake_block(compute)
+    mark = fake.copies.mark()
+    beside = fake.driver.fake_block(compute)
+    tickets = [fake.copies.scatter(np.array([4]), fake.addresses(1), mark) for _ in range(2)]
+    late = fake.copies.scatter(np.array([5]), fake.addresses(1))
+    assert not fake.run_until(tickets[0].done, 0.05)
+    fake.driver.fake_release(ctypes.c_void_p(before))
+    assert all(fake.run_until(ticket.done) and ticket.error is None for ticket in tickets)
+    assert not late.done(), "it has no mark"
+    fake.driver.fake_release(ctypes.c_void_p(beside))
+    assert fake.run_until(late.done) and late.error is None
+    assert fake.driver.fake_events() == 1
+    del mark
+    assert fake.driver.fake_events() == 0
+
+
 def test_without_the_batch_call(library: Path, tmp_path: Path) -> None:
     for device in (
         Device(compile_fake(tmp_path, "-DFAKE_OLD_DRIVER")),

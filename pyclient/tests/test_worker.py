@@ -690,6 +690,18 @@ def test_load_is_not_reported_while_its_bytes_move(
     peer.wait_for(wire.Release)
 
 
+def test_load_that_is_shorter_than_the_forward_is_reported_in_its_step(
+    stand: Stand, peer: Peer
+) -> None:
+    """It moves beside the forward, and not after it."""
+    os.pwrite(peer.regions[0], b"\xff" * BLOCKS * PAGE, 0)
+    grant_load(peer, (0, 1, 0, 0))
+    meta = LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])])
+    stand.step(meta, forward=lambda: until(lambda: stand.worker.loads._received))
+    assert stand.received == ["r"] and not stand.invalid
+    assert page(stand.cache, 5) == b"\xff" * PAGE
+
+
 def test_step_without_a_forward_waits_for_a_load(
     stand: Stand, peer: Peer, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -853,7 +865,7 @@ def test_nothing_that_goes_wrong_inside_leaves_the_connector(
         (worker.loads, "order"),
         (worker.saves, "_start"),
         (worker.saves, "finish"),
-        (worker, "start_load_kv"),
+        (worker, "_order_loads"),
     ):
         monkeypatch.setattr(part, name, broken)
     stand.worker = connector  # type: ignore[assignment]

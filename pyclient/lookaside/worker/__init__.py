@@ -11,10 +11,10 @@ forwards.py   how long a step's forward takes
 
 One step, on the worker's main thread:
 
-1. bind_connector_metadata asks the sidecar for room (PrepareStore) for the step's saves and takes
-   over the leases of its loads (PrepareLoad). The answers travel while the model computes.
-2. start_load_kv hands the loads to the loader thread. No block is written before this: only now has
-   vLLM finished with what the blocks were before.
+1. bind_connector_metadata takes over the leases of the step's loads (PrepareLoad) and hands them to
+   the loader thread, which copies as soon as the grants are in. Then it asks for room
+   (PrepareStore) for the step's saves. All of this runs beside the forward.
+2. start_load_kv does nothing: vLLM calls it after the forward, and no copy has to wait for that.
 3. wait_for_save collects the room, waiting a little for it at most, and copies. On a CPU the copy
    is over when it returns. On CUDA the copy is queued behind the forward, and the scheduler keeps
    the blocks until build_connector_worker_meta names the save.
@@ -22,6 +22,17 @@ One step, on the worker's main thread:
    computed, get_finished first waits a little for a load to end: until then vLLM does nothing but
    ask again, on the very cores that copy. (The arguments of start_load_kv do not tell: the V2 model
    runner calls it after the forward's context.)
+
+No block of a load is written before 1, where vLLM is done with what the block was before. Both
+model runners bind after they have queued the zeroing and the copies of blocks that the step asks
+for. In handle_preemptions, which comes first, a load would be too early. The forwards of earlier
+steps are over on a CPU, and queued before the load's mark on CUDA (copies.py). The step's own
+forward writes to other blocks: those of a load belong to a request that is not computed before the
+load is reported. So a load that is shorter than its step's forward is reported by get_finished of
+the same step.
+
+A copy beside a forward takes cores from it on a CPU. One begun later would take them from the next
+forward, for as long.
 
 Between 1 and 3 lies the forward. If the scheduler asks for its time, build_connector_worker_meta
 reports it, of this step or, on CUDA, of a later one: events on the stream measure it, so that

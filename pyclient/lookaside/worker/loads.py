@@ -37,7 +37,7 @@ _POLL_S = 0.0005
 class _Load:
     """One LoadSpec between its order and its report.
 
-    Made on the main thread, the loader's from start on.
+    Made on the main thread, the loader's from then on.
     """
 
     spec: LoadSpec
@@ -46,6 +46,8 @@ class _Load:
     since: float
     grant_deadline: float
     deadline: float
+    after: object
+    """The copies' mark at the order: until then vLLM used the blocks for something else."""
     load: int = 0
     """The sidecar's id of it once granted."""
     hold: Hold | None = None
@@ -74,7 +76,6 @@ class Loads:
         self._log = log
         self._whole_failures = whole_failures
         self.rank = 0
-        self._fresh: list[_Load] = []  # ordered, and not yet handed to the loader
         self._thread: threading.Thread | None = None
         self._queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
 
@@ -112,10 +113,10 @@ class Loads:
                 self._out[spec.request_id] = self._out.get(spec.request_id, 0) + 1
             self._aborted.update(request for request in aborted if request in self._out)
 
-    def order(self, spec: LoadSpec) -> None:
-        """Take over the leases of a load that expect has counted.
+    def order(self, spec: LoadSpec, after: object) -> None:
+        """Begin a load that expect has counted: take over its leases, and have the loader copy.
 
-        Whatever happens, the load is reported in the end.
+        after is a mark of the copies. Whatever happens, the load is reported in the end.
         """
         try:
             live, session = self._link.live, self._link.session
@@ -139,7 +140,7 @@ class Loads:
                 functools.partial(self._release_late, session, live.session_id),
             )
             timeout_s = self.config.load_timeout_ms / 1000
-            self._fresh.append(
+            self._queue.put(
                 _Load(
                     spec,
                     live,
@@ -147,16 +148,11 @@ class Loads:
                     now,
                     grant_deadline=now + min(timeout_s, _GRANT_PATIENCE_S),
                     deadline=now + timeout_s,
+                    after=after,
                 )
             )
         except Exception as error:
             self._report(spec, str(error))
-
-    def start(self) -> None:
-        """Let the loader write to the blocks of the loads that were ordered."""
-        fresh, self._fresh = self._fresh, []
-        for load in fresh:
-            self._queue.put(load)
 
     @staticmethod
     def _release_late(session: Session, session_id: int, reply: object) -> None:
@@ -307,7 +303,8 @@ class Loads:
                 raise RegionError("the session was lost")
             blocks, addresses = self._sources(load, load.hold, reply.extents)
             assert self._link.copies is not None
-            load.ticket = self._link.copies.scatter(blocks, addresses)
+            load.ticket = self._link.copies.scatter(blocks, addresses, load.after)
+            load.after = None
             return True
         except Exception as error:
             if load.hold is not None:

@@ -16,7 +16,7 @@ from lookaside.config import Config
 from lookaside.devices import make_copies
 from lookaside.handshake import SessionOptions
 from lookaside.layout import PageLayout, UnsupportedLayout, build_layout
-from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
+from lookaside.metadata import LoadSpec, LookasideMetadata, LookasideWorkerMetadata
 from lookaside.ratelog import RateLimitedLog
 from lookaside.session import Session
 from lookaside.stats import Collector
@@ -196,30 +196,38 @@ class WorkerConnector:
         """
 
     def bind_connector_metadata(self, metadata: object) -> None:
-        """Send the step's questions to the sidecar."""
+        """Begin the step's loads, and send its other questions to the sidecar."""
         if not isinstance(metadata, LookasideMetadata):
             return
         self.loads.expect(metadata.loads, metadata.aborted)
         self._idle_step = metadata.idle
-        for load in metadata.loads:
-            self.loads.order(load)
+        if metadata.loads:
+            self._order_loads(metadata.loads)
         for save in metadata.saves:
             self.saves.order(save)
         if metadata.timed:
             # Last: what comes now is the forward.
             self.forwards.begin(metadata.timed, device=self._note_stream is not None)
 
-    def start_load_kv(self) -> None:
-        """Let the loader write to the blocks of the step's loads."""
+    def _order_loads(self, specs: list[LoadSpec]) -> None:
+        """Begin loads, whose bytes may move from here on; the package's comment says why."""
+        self._note_compute_stream()
+        copies = self.link.copies
+        mark = copies.mark() if copies is not None else None
+        for spec in specs:
+            self.loads.order(spec, mark)
+
+    def _note_compute_stream(self) -> None:
         if self._note_stream is not None:
             self._compute_stream = self._note_stream()
-        self.loads.start()
+
+    def start_load_kv(self) -> None:
+        """Nothing: the step's loads have begun."""
 
     def wait_for_save(self) -> None:
         """Copy out what the forward has computed."""
         self.forwards.end()
-        # Also where vLLM had no reason to start loads: one must never stay behind.
-        self.start_load_kv()
+        self._note_compute_stream()
         self.saves.copy_out()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
