@@ -100,6 +100,10 @@ class Config:
     """Program that autostart runs; looked up in PATH unless it has a slash."""
     load_threads: int = 2
     """Threads that copy loaded pages into the KV cache, on a CPU."""
+    load_in_step_share: float = 0.25
+    """The share of the median step that loads within one step may take together."""
+    load_in_step_ms: int = 10
+    """The longest that they may take; 0: no load happens within a step."""
 
     def endpoint_for(self, rank: int, dp_rank: int) -> str:
         """Return the directory of one rank's sidecar."""
@@ -155,6 +159,16 @@ def _integer(low: int, high: int) -> Callable[[object], int]:
         return value
 
     return check
+
+
+def _share(value: object) -> float:
+    try:
+        share = float(value) if isinstance(value, (int, float, str)) else -1.0
+    except ValueError:
+        share = -1.0
+    if isinstance(value, bool) or not 0 <= share <= 1:
+        raise ConfigError(f"{value!r} is not a number between 0 and 1")
+    return share
 
 
 def _text(value: object) -> str:
@@ -335,6 +349,20 @@ SETTINGS: dict[str, Setting] = {
         "threads",
         "2",
         "Threads that copy loaded pages into the KV cache when it lies in host memory.",
+    ),
+    "load_in_step_share": Setting(
+        _share,
+        "share",
+        "0.25",
+        "A hit whose copy is predicted to take less than this share of vLLM's median step is "
+        "loaded within the step that asks; see [in-step.md](in-step.md).",
+    ),
+    "load_in_step_ms": Setting(
+        _integer(0, 1000),
+        "ms",
+        "10",
+        "The longest that such loads may take of one step, together. 0: all loads are "
+        "asynchronous.",
     ),
 }
 

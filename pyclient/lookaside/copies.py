@@ -160,6 +160,13 @@ class Copies(Protocol):
         """
         ...
 
+    def scatter_now(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
+        """Copy as scatter does, on this thread too, and return when it is done.
+
+        For a CPU; elsewhere the ticket has an error.
+        """
+        ...
+
     def close(self) -> None:
         """Wait for copies under way, end what is queued, and unpin what is attached.
 
@@ -286,6 +293,9 @@ class CpuCopies:
 
     def scatter(self, blocks: np.ndarray, addresses: np.ndarray, after: object = None) -> Ticket:
         return self._start(_native.Plan.scatter, blocks, addresses, inline=False)
+
+    def scatter_now(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
+        return self._start(_native.Plan.scatter, blocks, addresses, inline=True)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

@@ -64,6 +64,7 @@ class Lookup:
             "_client",
             "_end_page",
             "_hits",
+            "_in_memory",
             "_out",
             "_page_s",
             "_promised",
@@ -96,6 +97,7 @@ class Lookup:
         self._promised: dict[int, float] = {}
         """Until when each rank that promotes pages may take at most."""
         self._hits: int | None = None
+        self._in_memory = True
         self._result: int | None = None
 
     @property
@@ -106,6 +108,11 @@ class Lookup:
             for (session, secret), ranks in zip(self._asked, self._client._ranks, strict=True)
             for ref in (wire.LeaseRef(session, self.id, wire.ticket(secret, self.id)),) * ranks
         )
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether every rank's pages lie in its sidecar's own memory. Valid with the result."""
+        return self._in_memory
 
     def poll(self) -> int | None:
         """Return the hit pages from first_page on; None while the answer of any rank is out.
@@ -344,6 +351,7 @@ class LookupClient:
             return
         del lookup._out[rank]
         hits = answer.hit_pages
+        lookup._in_memory = lookup._in_memory and bool(answer.in_memory)
         lookup._hits = hits if lookup._hits is None else min(lookup._hits, hits)
         if not lookup._out:
             lookup._result = lookup._hits

@@ -43,6 +43,9 @@ class LoadSpec:
     first_page: int
     block_ids: list[int]
     names: bytes
+    in_step: bool = False
+    """To be loaded before this step's forward, which computes the request. It is not reported as
+    received; if it fails, its blocks are invalid in the same step."""
 
 
 @dataclass(slots=True)
@@ -103,11 +106,14 @@ class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
     ``saves_done`` maps a save id to how many ranks are done with its blocks. ``loads_failed`` maps
     a request id to how many ranks could not load it; the scheduler offers it no hit again.
     ``forward_seconds`` maps the number of a timed step to how long the slowest rank's forward took.
+    ``copies`` maps a request id to how many pages were copied in for it, and to the seconds that
+    this took on the slowest rank.
     """
 
     saves_done: dict[int, int] = field(default_factory=dict)
     loads_failed: dict[str, int] = field(default_factory=dict)
     forward_seconds: dict[int, float] = field(default_factory=dict)
+    copies: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LookasideWorkerMetadata:
         """Return the reports of both together; neither operand changes."""
@@ -122,8 +128,12 @@ class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
         seconds = dict(self.forward_seconds)
         for step, took in other.forward_seconds.items():
             seconds[step] = max(seconds.get(step, 0.0), took)
-        return LookasideWorkerMetadata(done, failed, seconds)
+        copies = dict(self.copies)
+        for request_id, (pages, took) in other.copies.items():
+            had = copies.get(request_id, (pages, 0.0))
+            copies[request_id] = (min(pages, had[0]), max(took, had[1]))
+        return LookasideWorkerMetadata(done, failed, seconds, copies)
 
     def is_empty(self) -> bool:
         """Report whether there is nothing to tell the scheduler."""
-        return not (self.saves_done or self.loads_failed or self.forward_seconds)
+        return not (self.saves_done or self.loads_failed or self.forward_seconds or self.copies)

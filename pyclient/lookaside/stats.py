@@ -36,6 +36,7 @@ COUNTERS: dict[str, str] = {
         "Requests handed over by a prefiller whose pages were not all there in time."
     ),
     "loads": "Requests whose load finished, once a rank.",
+    "loads_in_step": "Those of them that were loaded within the step that computed them.",
     "load_failures": "Requests whose load failed, once a rank; vLLM computes them.",
     "load_bytes": "Bytes copied from the arena into the KV cache.",
     "saves": "Saves handed to the workers, once for all ranks.",

@@ -260,6 +260,7 @@ class ScriptedLookup:
         self.cancelled = False
         self.trims: list[int] = []
         self.polls = 0
+        self.in_memory = False
         self.answer: int | None = None
         self.refs = tuple(wire.LeaseRef(rank + 1, next(ids), b"") for rank in range(book.ranks))
 

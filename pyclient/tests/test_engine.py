@@ -165,8 +165,12 @@ class Ranks:
         role, output = self.roles[rank], KVConnectorOutput()
         role.handle_preemptions(batch.meta)
         role.bind_connector_metadata(batch.meta)
+        in_step = batch.scheduled.has_sync_kv_loads
+        if in_step:
+            role.start_load_kv(None)
         self.forward(batch, rank)
-        role.start_load_kv(None)
+        if not in_step:
+            role.start_load_kv(None)
         role.wait_for_save()
         results = role.get_transfer_results(batch.scheduled.finished_req_ids)
         output.finished_recving, output.failed_recving = (
@@ -179,8 +183,15 @@ class Ranks:
         return output
 
     def forward(self, batch: Batch, rank: int) -> None:
+        loads = self.roles[rank]._worker.loads
+        invalid = loads._invalid_blocks.union(*(each.spec.block_ids for each in loads._in_step))
         for request_id, count in batch.scheduled.num_scheduled_tokens.items():
             before = batch.before[request_id]
+            if batch.scheduled.has_sync_kv_loads and invalid & set(batch.tables[request_id][0]):
+                for position in range(before, before + count):  # garbage from garbage
+                    page, offset = divmod(position, BLOCK)
+                    self.caches[rank][0][batch.tables[request_id][0][page], :, offset] = -1.0
+                continue
             for number, (spec, cache) in enumerate(
                 zip(self.groups, self.caches[rank], strict=True)
             ):
@@ -371,6 +382,7 @@ def engines(model: Path, sidecars: list[Sidecar]) -> Iterator[Any]:
             "lookaside.lookup_timeout_ms": 60_000,
             "lookaside.store_timeout_ms": 60_000,
             "lookaside.load_timeout_ms": 60_000,
+            "lookaside.load_in_step_ms": 0,  # most tests are of asynchronous loads
             **kwargs.pop("extra", {}),
         }
         specs, workers = kwargs.pop("specs", None), kwargs.pop("workers", Ranks)

@@ -11,6 +11,7 @@ contract.py         what the role needs of the sidecars of all ranks
 hits.py             lookups, and the hit that vLLM is told
 states.py           the states of Mamba and its kin: where a hit may end
 loads.py            loads that are ordered, and how they ended
+in_step.py          loads within the step that asks
 saves.py            pages that are handed to the workers, and the blocks pinned for them
 promises.py         prompts that one instance hands over to another
 names.py            how the pages of a request are named

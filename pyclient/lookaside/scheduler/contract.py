@@ -25,6 +25,12 @@ class Lookup(Protocol):
         ...
 
     @property
+    def in_memory(self) -> bool:
+        """Whether all pages lie in the sidecars' own memory, which cannot fail. Valid once poll has
+        returned how many."""
+        ...
+
+    @property
     def refs(self) -> tuple[wire.LeaseRef, ...]:
         """What takes over the leases of each rank."""
         ...

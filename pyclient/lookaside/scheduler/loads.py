@@ -1,8 +1,8 @@
 """Loads that are ordered, and how they ended.
 
-Loads are always asynchronous. Once vLLM has given the blocks, the workers own the lookup's leases,
-and report the request as received, whatever happens. A request whose load failed is not offered a
-hit again: vLLM would loop.
+Loads are asynchronous, or happen within the step (in_step.py). Once vLLM has given the blocks, the
+workers own the lookup's leases, and report an asynchronous load as received, whatever happens. A
+request whose load failed is not offered a hit again: vLLM would loop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from lookaside import wire
 from lookaside.metadata import LoadSpec
 from lookaside.scheduler.hits import Hits
+from lookaside.scheduler.in_step import InStep
 from lookaside.scheduler.requests import Question, RequestState
 from lookaside.scheduler.rows import Rows
 from lookaside.scheduler.setup import Setup
@@ -43,11 +44,14 @@ def _parks_loads() -> bool:
 class Loads:
     """Orders loads, and knows which are under way."""
 
-    def __init__(self, setup: Setup, rows: Rows, hits: Hits, states: States) -> None:
+    def __init__(
+        self, setup: Setup, rows: Rows, hits: Hits, states: States, in_step: InStep
+    ) -> None:
         self._setup = setup
         self._rows = rows
         self._hits = hits
         self._states = states
+        self.in_step = in_step
         self.blocks: dict[str, frozenset[int]] = {}
         """The blocks that each load under way fills, by request."""
         self.prefills: dict[str, _Prefill] = {}
@@ -91,7 +95,10 @@ class Loads:
         # Without refs the workers report a failure, which is what it is.
         digests = self._hits.wanted(state, first, end) if refs else []
         names = wire.names(digests, first, self._setup.chunk) if refs else b""
-        self.ordered.append(LoadSpec(request_id, refs, first, block_ids, names))
+        self.ordered.append(LoadSpec(request_id, refs, first, block_ids, names, state.in_step))
+        if state.in_step:
+            self.in_step.order(state, end, tables[0])
+            return end
         if at_end:
             load = self._states.load(request_id, at_end, tables, end, digests[-1])
             self.ordered.append(load)
@@ -129,7 +136,13 @@ class Loads:
                 for request_id, block_ids in self.blocks.items()
                 if not block_ids.isdisjoint(output.invalid_block_ids)
             )
-        for request_id in failed & self.blocks.keys():
+            failed.update(
+                request_id
+                for request_id, block_ids in self.in_step.blocks.items()
+                if not block_ids.isdisjoint(output.invalid_block_ids)
+            )
+        self.in_step.evict(failed)
+        for request_id in failed & (self.blocks.keys() | self.in_step.blocks.keys()):
             state = requests.get(request_id)
             if state is not None:
                 state.denied = True
@@ -138,11 +151,28 @@ class Loads:
                 prefill.loaded = 0
         for request_id in output.finished_recving or ():
             self._received(request_id, requests)
+        for request_id in self.in_step.blocks:
+            self._report_prefill(request_id)
+        self.in_step.blocks = {}
+
+    def begin_step(self) -> None:
+        """The loads within the step before this one have ended; this one's begin."""
+        for request_id in self.in_step.blocks:
+            self._report_prefill(request_id)
+        self.in_step.begin()
+
+    def is_unsure(self, request_id: str) -> bool:
+        """Report whether a request is computed in the step under way from blocks whose load may
+        fail."""
+        return request_id in self.in_step.blocks
 
     def _received(self, request_id: str, requests: Collection[str]) -> None:
         self.blocks.pop(request_id, None)
         if self._parked is not None and request_id in requests:  # it was not aborted
             self._parked.add(request_id)
+        self._report_prefill(request_id)
+
+    def _report_prefill(self, request_id: str) -> None:
         if (prefill := self.prefills.pop(request_id, None)) is not None:
             self._setup.sidecars.report_prefilled(prefill.tokens, prefill.found, prefill.loaded)
 

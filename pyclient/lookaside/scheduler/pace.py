@@ -6,7 +6,9 @@ workers report. So a sidecar does not bring up what vLLM would compute sooner.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 from typing import TYPE_CHECKING
 
 from lookaside.metadata import LookasideMetadata
@@ -28,6 +30,13 @@ _LONGEST_STEP_S = 30.0
 # Timed steps whose time has not come back; an engine has a few under way.
 _MAX_TIMED = 64
 _MAX_RECOMPUTE_US = 0xFFFFFFFF
+# Steps that the median is of, and how many it takes at least.
+_MEDIAN_STEPS = 64
+_LEAST_STEPS = 8
+# Copies that the rate of the next one is learnt from.
+_RATE_COPIES = 16
+# What a load within the step takes beside its copy: the grant, and the release.
+_LOAD_S = 0.0005
 
 
 class Pace:
@@ -43,17 +52,59 @@ class Pace:
         """The longest recent step."""
         self._stepped: float | None = None
         """When the last step was, if requests have been there since."""
+        self._computed = False
+        """The last step computed something."""
+        self._steps: deque[float] = deque(maxlen=_MEDIAN_STEPS)
+        self._copies: deque[tuple[int, float]] = deque(maxlen=_RATE_COPIES)
+        self._spent_s = 0.0
+        """What the loads within the step that is being scheduled are predicted to take."""
 
-    def note_step(self, has_requests: bool) -> None:
-        """Measure the step, unless it comes after a pause: its length would say nothing."""
+    def note_step(self, has_requests: bool, computes: bool = False) -> None:
+        """Measure the step, unless it comes after a pause: its length would say nothing.
+
+        computes: the step that begins computes something.
+        """
+        self._spent_s = 0.0
+        computed, self._computed = self._computed, computes
         now, before = self._setup.clock(), self._stepped
         self._stepped = now if has_requests else None
         if before is not None:
             self._step_s = max(min(now - before, _LONGEST_STEP_S), _STEP_DECAY * self._step_s)
+            if computed:
+                self._steps.append(now - before)
 
     def pause(self) -> None:
         """Note that no requests are left."""
         self._stepped = None
+
+    def note_copies(self, copies: Mapping[str, tuple[int, float]]) -> None:
+        """Take in how many pages were copied for requests, and in how many seconds."""
+        self._copies.extend(copies.values())
+
+    def fits_step(self, pages: int, alone: bool) -> bool:
+        """Report whether a load of so many pages may happen within this step.
+
+        alone: nobody else is computed, so that nobody waits for it.
+        """
+        config = self._setup.config
+        seconds = self._load_s(pages)
+        if seconds is None or (not alone and len(self._steps) < _LEAST_STEPS):
+            return False
+        limit = config.load_in_step_ms / 1000
+        if not alone:
+            limit = min(limit, config.load_in_step_share * median(self._steps))
+        return self._spent_s + seconds <= limit
+
+    def spend(self, pages: int) -> None:
+        """Note that a load of so many pages happens within this step."""
+        self._spent_s += self._load_s(pages) or 0.0
+
+    def _load_s(self, pages: int) -> float | None:
+        """Return how long a load takes; None while no copy was measured."""
+        copied = sum(count for count, _ in self._copies)
+        if not copied:
+            return None
+        return _LOAD_S + pages * sum(took for _, took in self._copies) / copied
 
     def hit_life_s(self) -> float:
         """Return how long after its leases began a hit may be offered.

@@ -86,7 +86,7 @@ class Promises:
 
     # ---- at the prefiller ----
 
-    def _hands_over(self, request: Request) -> bool:
+    def hands_over(self, request: Request) -> bool:
         """Report whether a request is computed here for another instance to go on with."""
         if not self._setup.may_save or getattr(request, "resumable", False):
             return False
@@ -98,14 +98,14 @@ class Promises:
         A page with one token in it is not: the decoder computes that token anyway.
         """
         setup, tokens = self._setup, state.request.num_prompt_tokens
-        if tokens % setup.page < 2 or setup.whole_pages or not self._hands_over(state.request):
+        if tokens % setup.page < 2 or setup.whole_pages or not self.hands_over(state.request):
             return b""
         return self._names.end(state, tokens)
 
     def write(self, state: RequestState) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a request's answer; None if it is not handed over."""
         request, page = state.request, self._setup.page
-        if not self._hands_over(request) or not self._setup.sidecars.available:
+        if not self.hands_over(request) or not self._setup.sidecars.available:
             return None
         tokens = request.num_prompt_tokens
         if not state.saved_tail:

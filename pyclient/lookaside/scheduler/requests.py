@@ -65,6 +65,8 @@ class RequestState:
     """A load failed: no hit is offered again."""
     expired: bool = False
     """The lease of one hit ended before the hit could be used."""
+    in_step: bool = False
+    """The hit was last offered as one that is loaded within the step."""
     admitted: bool = False
     counted: bool = False
     """Its tokens are in the statistics."""
@@ -76,6 +78,8 @@ class RequestState:
     """Pages known to be held, or handed to the workers."""
     saved_digest: bytes = b""
     """The name of page saved - 1."""
+    owes_prompt: bool = False
+    """The prompt ended in a step of which nothing could be saved."""
     saved_tail: bool = False
     """The prompt's incomplete last page was handed to the workers too."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lookaside import layout, space
@@ -16,6 +16,7 @@ from lookaside.scheduler.announcements import Announcements
 from lookaside.scheduler.contract import Sidecars
 from lookaside.scheduler.hits import Hits
 from lookaside.scheduler.identification import Identification
+from lookaside.scheduler.in_step import InStep, recovers
 from lookaside.scheduler.loads import Loads
 from lookaside.scheduler.names import Names
 from lookaside.scheduler.pace import Pace
@@ -67,6 +68,7 @@ class SchedulerConnector:
             chunk=geometry.pages_per_chunk,
             hashes_per_page=geometry.hashes_per_page,
             drafts=space.uses_drafts(vllm_config, kv_cache_config),
+            in_step=recovers(vllm_config),
             hybrid=space.is_hybrid(kv_cache_config),
         )
         events = getattr(vllm_config, "kv_events_config", None)
@@ -86,7 +88,8 @@ class SchedulerConnector:
         self.hits = Hits(
             setup, self.names, self.identification, self.promises, self.states, self.pace
         )
-        self.loads = Loads(setup, self.rows, self.hits, self.states)
+        self.in_step = InStep(setup, self.pace, self.promises)
+        self.loads = Loads(setup, self.rows, self.hits, self.states, self.in_step)
         self.saves = Saves(
             setup,
             self.rows,
@@ -101,10 +104,11 @@ class SchedulerConnector:
         from vllm.v1.request import RequestStatus
 
         self._running = RequestStatus.RUNNING
+        self._cut_short = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Take the pool to pin blocks with; without one nothing is saved."""
-        self.saves.pool = pool
+        self.saves.pool = self.in_step.pool = pool
 
     # ---- a request ----
 
@@ -118,6 +122,9 @@ class SchedulerConnector:
         """Return how many tokens can be loaded beyond vLLM's own hit; None: ask again."""
         state = self._state(request)
         state.local_page = num_computed_tokens // self.setup.page
+        state.in_step = False
+        if self.in_step.is_shared(request, state.local_page):
+            return None, False
         if (
             self.setup.may_load
             and not self.identification.is_known(state)
@@ -127,7 +134,11 @@ class SchedulerConnector:
         if self.loads.must_wait(request.request_id):
             return None, False
         tokens = self.hits.find(state, num_computed_tokens)
-        return tokens, bool(tokens)
+        if not tokens:
+            return tokens, False
+        alone = not self._computes()
+        state.in_step = self.in_step.may_offer(state, num_computed_tokens, tokens, alone)
+        return tokens, not state.in_step
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -174,6 +185,8 @@ class SchedulerConnector:
         if not self.requests:
             self.pace.pause()
         self.hits.drop(state)
+        if self.loads.is_unsure(request.request_id) and request.status in self._cut_short:
+            return None  # what it has computed may be garbage
         if self.loads.abort(request.request_id) or not self.saves.finish(state, tables):
             return None
         return self.promises.write(state)
@@ -182,16 +195,22 @@ class SchedulerConnector:
 
     def build_connector_meta(self, output: SchedulerOutput) -> LookasideMetadata:
         """Return this step's work. The loads go first: a lost load would park its request."""
-        self.pace.note_step(bool(self.requests))
+        self.pace.note_step(bool(self.requests), output.total_num_scheduled_tokens > 0)
+        self.loads.begin_step()
         meta = LookasideMetadata(
             loads=self.loads.ordered, saves=self.saves.of_ended, aborted=self.loads.aborted
         )
         self.loads.ordered, self.saves.of_ended, self.loads.aborted = [], [], []
         meta.idle = not output.total_num_scheduled_tokens and not self._computes()
         try:
-            if self.setup.may_load:
+            sure: Mapping[str, RequestState] = self.requests
+            if unsure := self.in_step.blocks:
+                sure = {r: state for r, state in sure.items() if r not in unsure}
+                for request_id in unsure.keys() & self.requests.keys():
+                    self.requests[request_id].owes_prompt = True
+            elif self.setup.may_load:
                 self.pace.time_forward(output, self.requests, meta)
-            self.saves.collect(output, self.requests, self._refresh, meta.saves)
+            self.saves.collect(output, sure, self._refresh, meta.saves)
         except Exception:
             self.setup.stats.add("errors")
             logger.exception("lookaside: a step's pages are not saved")
@@ -204,6 +223,7 @@ class SchedulerConnector:
         if isinstance(meta, LookasideWorkerMetadata):
             failed.update(meta.loads_failed)
             self.pace.note_forwards(meta.forward_seconds)
+            self.pace.note_copies(meta.copies)
             self.saves.acknowledge(meta.saves_done)
         self.loads.end(output, failed, self.requests)
         self.resets.go_on()

@@ -114,7 +114,10 @@ class Saves:
             before = request.num_computed_tokens
             # Beyond num_tokens lie drafts and placeholders.
             after = min(before + scheduled, request.num_tokens)
-            ends_prompt = before < request.num_prompt_tokens <= after
+            ends_prompt = after >= request.num_prompt_tokens and (
+                before < request.num_prompt_tokens or state.owes_prompt
+            )
+            state.owes_prompt = state.owes_prompt and not ends_prompt
             if after // page <= state.saved and not ends_prompt:
                 continue
             if not self._identification.may_save(state):

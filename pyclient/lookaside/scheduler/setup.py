@@ -34,6 +34,8 @@ class Setup:
     """Whether draft layers are cached. Their KV of a page's last position depends on the token
     after it. So a page counts only when the next one matches too, and the newest page of a request
     that decodes is not final yet."""
+    in_step: bool
+    """Whether this engine recovers from a load that fails within its step; see in_step.py."""
     hybrid: bool
     """Whether some layers need less than the whole prefix, or are in groups of their own."""
 

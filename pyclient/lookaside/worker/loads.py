@@ -29,6 +29,8 @@ from lookaside.worker.link import Link, Live
 _GRANT_PATIENCE_S = 0.5
 # How long a step without a forward waits for a load; new requests wait as long.
 _IDLE_STEP_PATIENCE_S = 0.005
+# How long all loads within a step wait for their grants: everybody in the batch waits with them.
+_IN_STEP_PATIENCE_S = 0.02
 # How often the loader looks at several things that are out at once.
 _POLL_S = 0.0005
 
@@ -56,6 +58,8 @@ class _Load:
     size: int = 0
     """Bytes being copied."""
     ticket: Ticket | None = None
+    begun: float = 0.0
+    """When its copy began."""
 
 
 class Loads:
@@ -76,6 +80,7 @@ class Loads:
         self._log = log
         self._whole_failures = whole_failures
         self.rank = 0
+        self._in_step: list[_Load] = []  # to be loaded before this step's forward
         self._thread: threading.Thread | None = None
         self._queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
 
@@ -89,6 +94,7 @@ class Loads:
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()  # received, but failed as a whole
         self._failures: dict[str, int] = {}
+        self._copied: dict[str, tuple[int, float]] = {}
 
     def run(self) -> None:
         """Start the loader's thread. Call once."""
@@ -110,13 +116,16 @@ class Loads:
         """
         with self._lock:
             for spec in specs:
+                if spec.in_step:
+                    continue
                 self._out[spec.request_id] = self._out.get(spec.request_id, 0) + 1
             self._aborted.update(request for request in aborted if request in self._out)
 
     def order(self, spec: LoadSpec, after: object) -> None:
         """Begin a load that expect has counted: take over its leases, and have the loader copy.
 
-        after is a mark of the copies. Whatever happens, the load is reported in the end.
+        after is a mark of the copies. Whatever happens, the load is reported in the end. One within
+        the step is copied by load_now.
         """
         try:
             live, session = self._link.live, self._link.session
@@ -140,19 +149,42 @@ class Loads:
                 functools.partial(self._release_late, session, live.session_id),
             )
             timeout_s = self.config.load_timeout_ms / 1000
-            self._queue.put(
-                _Load(
-                    spec,
-                    live,
-                    pending,
-                    now,
-                    grant_deadline=now + min(timeout_s, _GRANT_PATIENCE_S),
-                    deadline=now + timeout_s,
-                    after=after,
-                )
+            load = _Load(
+                spec,
+                live,
+                pending,
+                now,
+                grant_deadline=now + min(timeout_s, _GRANT_PATIENCE_S),
+                deadline=now + timeout_s,
+                after=after,
             )
+            if spec.in_step:
+                self._in_step.append(load)
+            else:
+                self._queue.put(load)
         except Exception as error:
             self._report(spec, str(error))
+
+    def load_now(self) -> None:
+        """Carry out the loads of this step that its forward needs."""
+        if not self._in_step:
+            return
+        loads, self._in_step = self._in_step, []
+        deadline = time.monotonic() + _IN_STEP_PATIENCE_S
+        for load in loads:
+            load.pending.wait(max(0.0, deadline - time.monotonic()))
+            if self._begin(load):
+                self._end(load)
+
+    def give_up_in_step(self) -> None:
+        """Fail the loads that the forward needed and that load_now was not called for."""
+        loads, self._in_step = self._in_step, []
+        for load in loads:
+            reply = load.pending.wait(0)
+            if isinstance(reply, wire.LoadGrant):
+                load.load = reply.load
+            self._release(load)
+            self._report(load.spec, "vLLM did not ask for it before the forward")
 
     @staticmethod
     def _release_late(session: Session, session_id: int, reply: object) -> None:
@@ -193,8 +225,29 @@ class Loads:
             failures, self._failures = self._failures, {}
         return failures
 
+    def take_copies(self) -> dict[str, tuple[int, float]]:
+        """Return the pages copied since the last call, and how long that took, by request."""
+        with self._lock:
+            copied, self._copied = self._copied, {}
+        return copied
+
+    def _report_in_step(self, spec: LoadSpec, error: str | None) -> None:
+        """Record how a load within the step ended: vLLM must not be told that it was received."""
+        if error is None:
+            self._stats.add("loads")
+            self._stats.add("loads_in_step")
+            return
+        with self._lock:
+            self._invalid_blocks.update(block for block in spec.block_ids if block)
+            self._failures[spec.request_id] = 1
+        self._stats.add("load_failures")
+        self._log.warning("load", "a prefix could not be loaded; vLLM computes it: %s", error)
+
     def _report(self, spec: LoadSpec, error: str | None) -> None:
         """Record how a load ended, once no byte of it moves any more. Any thread."""
+        if spec.in_step:
+            self._report_in_step(spec, error)
+            return
         with self._lock:
             aborted = spec.request_id in self._aborted
             if error is not None:
@@ -303,7 +356,11 @@ class Loads:
                 raise RegionError("the session was lost")
             blocks, addresses = self._sources(load, load.hold, reply.extents)
             assert self._link.copies is not None
-            load.ticket = self._link.copies.scatter(blocks, addresses, load.after)
+            load.begun = time.monotonic()
+            if load.spec.in_step:
+                load.ticket = self._link.copies.scatter_now(blocks, addresses)
+            else:
+                load.ticket = self._link.copies.scatter(blocks, addresses, load.after)
             load.after = None
             return True
         except Exception as error:
@@ -343,7 +400,7 @@ class Loads:
         """Check, release and report a load whose copy has ended."""
         session = self._link.session
         assert load.ticket is not None and load.hold is not None and session is not None
-        error = load.ticket.error
+        error, now = load.ticket.error, time.monotonic()
         try:
             if error is None and not session.is_current(load.live.session_id):
                 error = "the session was lost during the copy"
@@ -352,6 +409,9 @@ class Loads:
             load.hold.release()
             self._release(load, load.ticket.faults)
             if error is None:
+                pages = len(self._link.pages.rows(load.spec.block_ids))
+                with self._lock:
+                    self._copied[load.spec.request_id] = (pages, now - load.begun)
                 self._stats.add("load_bytes", load.size)
                 self._stats.observe("load_seconds", time.monotonic() - load.since)
         except Exception as fault:

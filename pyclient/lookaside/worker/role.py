@@ -222,11 +222,13 @@ class WorkerConnector:
             self._compute_stream = self._note_stream()
 
     def start_load_kv(self) -> None:
-        """Nothing: the step's loads have begun."""
+        """Carry out the loads that the step's forward needs. The others have begun."""
+        self.loads.load_now()
 
     def wait_for_save(self) -> None:
         """Copy out what the forward has computed."""
         self.forwards.end()
+        self.loads.give_up_in_step()
         self._note_compute_stream()
         self.saves.copy_out()
 
@@ -252,7 +254,9 @@ class WorkerConnector:
         last call."""
         self.saves.finish()
         failures = self.loads.take_failures()
-        meta = LookasideWorkerMetadata(self.saves.take_done(), failures, self.forwards.take())
+        meta = LookasideWorkerMetadata(
+            self.saves.take_done(), failures, self.forwards.take(), self.loads.take_copies()
+        )
         return None if meta.is_empty() else meta
 
     def clear_connector_metadata(self) -> None:
