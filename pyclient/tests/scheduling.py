@@ -260,7 +260,7 @@ class ScriptedLookup:
         self.cancelled = False
         self.trims: list[int] = []
         self.polls = 0
-        self.in_memory = False
+        self.in_memory = book.in_memory
         self.answer: int | None = None
         self.refs = tuple(wire.LeaseRef(rank + 1, next(ids), b"") for rank in range(book.ranks))
 
@@ -287,6 +287,7 @@ class ScriptedSidecars:
     def __init__(self, ranks: int = 1) -> None:
         self.ranks = ranks
         self.reachable = True
+        self.in_memory = False  # all hits are
         self.divided = False
         self.lease_s = 30.0
         self.max_pages = 65536

@@ -111,7 +111,7 @@ def break_load(engine: Engine, rank: int, how: str, monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(link.session, "submit", deaf)
     elif how == "refused":
-        take = wire.PrepareLoad
+        take: Any = wire.PrepareLoad
         monkeypatch.setattr(
             "lookaside.worker.loads.wire.PrepareLoad",
             lambda *a: take(*a[:3], bytes(16), *a[4:]),

@@ -1542,8 +1542,12 @@ def test_as_the_winner_of_a_multiconnector(model):
     stand.check_idle()
 
 
-def test_as_the_loser_of_a_multiconnector(model):
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_as_the_loser_of_a_multiconnector(model, in_memory):
+    """Also with a hit that it would load within the step."""
     stand = Stand(multi(model, False, tokens=2 * BLOCK))
+    stand.sidecars.in_memory = in_memory
+    stand.role.pace.note_copies({"r": (1000, 1e-6)})
     stand.workers.forward = lambda batch: None  # type: ignore[method-assign]
     stand.workers.save = lambda save: stand.workers.unacked.append(save.save_id)  # type: ignore[method-assign]
     prompt = tokens(8 * BLOCK + 1)
