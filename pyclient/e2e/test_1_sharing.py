@@ -210,6 +210,22 @@ def test_metrics_inside_vllm(pair: Pair) -> None:
 
 
 @missed_again
+def test_short_loads_happen_within_the_step(pair: Pair) -> None:
+    """With the tokens of an instance without the connector. The first copies are measured."""
+    for _ in range(4):
+        prompt = pair.prompt(700)
+        truth = computed(pair.plain, prompt)
+        ask(pair.a, prompt)
+        before = counted(pair.b, "vllm:lookaside_loads_in_step_total")
+        second = ask(pair.b, prompt)
+        assert second.tokens == truth.tokens
+        hit(second.cached_tokens, hits_of(700))
+        if counted(pair.b, "vllm:lookaside_loads_in_step_total") > before:
+            return
+    raise AssertionError("no load happened within a step")
+
+
+@missed_again
 def test_status_tells_found_loaded_and_computed_apart(pair: Pair) -> None:
     """A prompt that is computed, one that vLLM has itself, one that is loaded: only that is found,
     and loaded."""
