@@ -18,7 +18,7 @@ type verdict uint8
 const (
 	worked  verdict = iota // it returned in time, a miss included
 	failed                 // it returned an error, or nothing in time
-	neither                // the call was not made, or says nothing about the tier
+	neither                // the call was not made, or its outcome is not the tier's doing
 )
 
 // breaker turns a tier off that fails, and tries it again after a pause, by one call at a time. Any

@@ -11,8 +11,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// firstOwner is the first of the owners in whose names the Stack itself leases: one for each call,
-// for its time.
+// firstOwner is the first of the owners that the Stack itself leases for: one for each call, until
+// the call ends.
 const firstOwner = math.MaxUint64 >> 1 &^ 0xFFFFFFFF
 
 // window is how many chunks Prefetch and Move lease at a time.
@@ -32,7 +32,7 @@ func (s *Stack) asOwner(id engine.SpaceID, f func(o engine.Owner, sp *tiers.Spac
 	return f(o, sp)
 }
 
-// answer is an Asker that waits.
+// answer is an Asker that sends the pages of the answer.
 type answer chan int
 
 func (answer) LookupPending(engine.Owner, uint64, int, time.Duration) {}
@@ -97,8 +97,8 @@ func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID,
 	}
 }
 
-// probeTier loads the first chunk of a rest that was cut off whole, if its tier has not been
-// measured for a while: what made the tier look slow may be over. Nobody waits for the chunk.
+// probeTier loads the first chunk of a rest that the plan cut off whole, if the chunk's tier has
+// not been measured for probeAge: what made the tier slow may be over. It loads in the background.
 func (s *Stack) probeTier(r *request) {
 	if r.plan.chunks > 0 || len(r.plan.source) == 0 || r.plan.source[0] < 0 {
 		return
@@ -300,8 +300,8 @@ func prefixOf(run tiers.Run, kept []bool) (pages int) {
 // Cleared is what was dropped from one tier.
 type Cleared struct {
 	Tier   string // "arena" for the arena
-	Chunks int    // -1: it cannot know
-	Err    error  // why it may still have some
+	Chunks int    // -1: not known
+	Err    error  // why the tier may still have some
 }
 
 // Clear drops a space from the tier of that name ("arena" for the arena), or with no name from all
@@ -345,8 +345,8 @@ func (s *Stack) Drop(ctx context.Context, id engine.SpaceID, hashes []byte, firs
 	})
 }
 
-// everywhere calls fromTier for the tier of a name, or with no name for all of them, and fromArena
-// for the arena. What is on its way from one to another meanwhile is dropped as well.
+// everywhere calls fromTier for the tier of that name, or with no name for all tiers, and fromArena
+// for the arena. What moves from one to another during the call is dropped as well.
 func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (int, error),
 	fromTier func(*tier) (int, error)) (out []Cleared, err error) {
 	which := s.tiers
@@ -365,8 +365,8 @@ func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (i
 		out = append(out, Cleared{Tier: arenaName, Chunks: chunks, Err: err})
 	}
 	for _, t := range which {
-		// None is given anything until all are clear, or what is promoted from one meanwhile would
-		// come to another again.
+		// Nothing is stored in any tier until all are clear. Otherwise a chunk that is promoted
+		// from one tier meanwhile could be stored in another again.
 		defer s.resume(t)
 		c := Cleared{Tier: t.Name}
 		if c.Err = s.pause(ctx, t); c.Err == nil {
@@ -375,7 +375,7 @@ func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (i
 		out = append(out, c)
 	}
 	if arena && len(which) > 0 {
-		chunks, err := fromArena() // what was promoted meanwhile
+		chunks, err := fromArena() // chunks that were promoted meanwhile
 		out[0].Chunks, out[0].Err = out[0].Chunks+chunks, err
 	}
 	return out, nil
@@ -390,8 +390,8 @@ func (s *Stack) clearArena(fp tiers.Fingerprint) (chunks int, err error) {
 	return chunks, s.forget()
 }
 
-// pause waits until nothing is being stored in a tier. Nothing new is until resume, which the
-// caller must call even if pause fails.
+// pause waits until no call of the tier's Store is under way. No new one begins until resume, which
+// the caller must call even if pause fails.
 func (s *Stack) pause(ctx context.Context, t *tier) error {
 	stop := context.AfterFunc(ctx, func() {
 		s.mu.Lock()

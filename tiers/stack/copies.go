@@ -7,9 +7,9 @@ import (
 )
 
 // copier copies into the arena what is often read from peers, one chunk at a time (see
-// engine.Engine.NextCopy). Nobody waits for it.
+// engine.Engine.NextCopy). It works in the background: no request waits for it.
 func (s *Stack) copier() {
-	y := memcopy.NewYielder(1) // nobody waits for it
+	y := memcopy.NewYielder(1) // yields most often, as no request waits
 	for {
 		select {
 		case <-s.ctx.Done():

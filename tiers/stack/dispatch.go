@@ -8,15 +8,16 @@ import (
 )
 
 const (
-	// roomPoll is how often the dispatcher looks whether there is room for queued requests: no one
-	// reports what workers release.
+	// roomPoll is how often the dispatcher checks whether there is room for queued requests.
+	// Workers release slots without a signal to it.
 	roomPoll = 2 * time.Millisecond
-	// prepareGrace is how much longer a request has that is being prepared at its deadline.
+	// prepareGrace is how much later the deadline of a request becomes that is being prepared at
+	// its deadline.
 	prepareGrace = time.Millisecond
 )
 
-// dispatch is the dispatcher: it settles what is late, renews promises, and prepares the request
-// whose turn it is.
+// dispatch is the dispatcher: it settles requests whose deadline has passed, renews promises, and
+// prepares the request whose turn it is.
 func (s *Stack) dispatch() {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -59,7 +60,7 @@ func (s *Stack) dispatch() {
 func (s *Stack) settleLate(now time.Time) time.Duration {
 	for len(s.deadlines) > 0 && !s.deadlines[0].state.deadline.After(now) {
 		if r := s.deadlines[0]; r.state.phase == preparing {
-			// A peerWorker or a caller of Lookup has it for a moment yet.
+			// A peerWorker or a caller of Lookup will have prepared it in a moment.
 			r.state.deadline = now.Add(prepareGrace)
 			heap.Fix(&s.deadlines, 0)
 			continue
@@ -76,9 +77,9 @@ func (s *Stack) settleLate(now time.Time) time.Duration {
 // next returns the queued request whose turn it is: the first for all of which there is room, or as
 // much as there ever will be. nil: there is none. s.mu is held.
 //
-// All wait in order for room in the budget, which frees itself. A request that waits for leases to
-// end lets others pass: that may take long, and the leases may be its own owner's. In the end it
-// takes what there is.
+// All requests wait in order for room in the budget, which becomes free as promotions end. Requests
+// may overtake one that waits for leases to end: that may take long, and the leases may be of its
+// own owner. When its patience is over it takes what room there is.
 func (s *Stack) next(now time.Time) *request {
 	s.queue.peek() // drops what is over
 	var room engine.Room
@@ -108,7 +109,7 @@ func (s *Stack) next(now time.Time) *request {
 	return nil
 }
 
-// setQuiet notes that a request's asker was promised nothing, or that this is over. s.mu is held.
+// setQuiet records whether a request's asker has been promised nothing yet. s.mu is held.
 func (s *Stack) setQuiet(r *request, quiet bool) {
 	if r.state.quiet == quiet {
 		return
@@ -122,8 +123,8 @@ func (s *Stack) setQuiet(r *request, quiet bool) {
 	}
 }
 
-// promiseQuiet promises something to the askers of quiet requests that have come to take long. It
-// returns when to look again. s.mu is held.
+// promiseQuiet makes a promise to the askers of quiet requests that have waited for slowSeek. It
+// returns how long to wait before the next call. s.mu is held.
 func (s *Stack) promiseQuiet(now time.Time) time.Duration {
 	next := slowSeek
 	for _, r := range s.pending {

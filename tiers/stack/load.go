@@ -20,7 +20,7 @@ const (
 	loadNew     loadState = iota
 	loadQueued            // it waits for a worker
 	loadRunning           // a worker has it
-	loadOver              // nobody waits for it any more
+	loadOver              // it has ended
 )
 
 // load is a chunk on its way to the arena: one promotion of the engine.
@@ -31,7 +31,7 @@ type load struct {
 	pages     int
 	foreign   bool                    // it is borrowed from a peer
 	chunk     int                     // to borrow: its place in the transfer's run
-	known     uint8                   // tiers that said what they hold of it
+	known     uint8                   // tiers that have reported what they hold of it
 	held      [engine.MaxTiers]uint16 // pages, by tier
 
 	// These are guarded by Stack.mu.
@@ -77,7 +77,7 @@ func (s *Stack) newLoad(r *request, c *engine.PromotedChunk) *load {
 func (s *Stack) sendLoad(l *load) {
 	for i, t := range s.tiers {
 		bit := uint8(1) << i
-		// A tier that was not asked may have it.
+		// A tier that was not searched may have it.
 		if l.tried&bit == 0 && (l.known&bit == 0 || int(l.held[i]) >= l.transfer.Pages()) &&
 			t.breaker.usable() {
 			l.tier, l.state = t, loadQueued
@@ -90,8 +90,8 @@ func (s *Stack) sendLoad(l *load) {
 	s.endLoad(l, false, false)
 }
 
-// endLoad ends a load that no worker has, and tells the requests that wait for it. ok reports that
-// the chunk came, and that the engine knows; short, that only its first pages did. s.mu is held.
+// endLoad ends a load that no worker has, for all requests that wait for it. ok: the chunk has
+// arrived, and the engine knows. short: only its first pages have arrived. s.mu is held.
 func (s *Stack) endLoad(l *load, ok, short bool) {
 	l.state = loadOver
 	if l.unlisted {
@@ -111,8 +111,8 @@ func (s *Stack) endLoad(l *load, ok, short bool) {
 	}
 }
 
-// leave ends a request's waiting for a load. A load that nobody waits for is ended, unless a worker
-// has it: then it goes on. s.mu is held.
+// leave makes a request wait for a load no longer. A load that no request waits for is ended,
+// unless a worker has begun it. s.mu is held.
 func (s *Stack) leave(l *load, r *request) {
 	l.waiters = slices.DeleteFunc(l.waiters, func(w waiter) bool { return w.r == r })
 	if len(l.waiters) > 0 || l.state > loadQueued {

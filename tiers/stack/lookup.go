@@ -10,7 +10,8 @@ import (
 // Lookup leases the pages from q.FirstPage on that the arena holds, as engine.Engine.Lookup does.
 // If done is true, pages is the answer. If done is false, pages is what the arena holds now, and a
 // receives the answer once, later. It receives none if the lookup is cancelled or repeated, its
-// owner removed or the Stack closed before. ErrBusy: a lookup of that name is just being ended.
+// owner removed or the Stack closed before. ErrBusy: a lookup of that name is being ended; try
+// again.
 func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	if s.open.Load() > 0 {
 		if err := s.replace(lookupKey{q.Owner, q.Lookup}); err != nil {
@@ -43,7 +44,7 @@ func (s *Stack) sourcesFor(q *Query) sources {
 	}
 }
 
-// replace ends a lookup that is asked again.
+// replace ends a lookup when another one of the same name begins.
 func (s *Stack) replace(key lookupKey) error {
 	s.mu.Lock()
 	defer s.unlockAndWake()
@@ -88,8 +89,8 @@ func (s *Stack) lookupBelow(r *request, q *Query, hit int) (pages int, done bool
 	return hit, !begun
 }
 
-// begin lets a request go on behind its caller: to the verifyWorkers, to the tier that is asked
-// next, or to the queue. With a reservation the caller goes on with it, in the phase preparing. It
+// begin enters a request and passes it to the verifyWorkers, to the next tier to search, or to the
+// queue. With a reservation the caller continues with the request, in the phase preparing. It
 // returns false if there is no room for one more request.
 func (s *Stack) begin(r *request, next *tier, q *Query, res *reservation) bool {
 	res.keep(r)

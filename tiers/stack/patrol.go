@@ -16,12 +16,12 @@ import (
 )
 
 const (
-	// patrolPoll is how often the patroller looks for chunks that have come.
+	// patrolPoll is how often the patroller looks for new chunks.
 	patrolPoll = 100 * time.Millisecond
 	// patrolYields is how long it waits at most, before each chunk, for loads to end.
 	patrolYields = time.Second
-	// rotLogEvery bounds the lines about chunks that have rotted: one may be a bad module's first,
-	// and a hostile client can make many.
+	// rotLogEvery is the least time between two log lines about chunks that have rotted: a failing
+	// memory module or a hostile client can cause many.
 	rotLogEvery = 10 * time.Second
 )
 
@@ -30,16 +30,16 @@ type patrol struct {
 	checked atomic.Uint64 // chunks that were compared with a checksum
 	passes  atomic.Uint64 // walks over all of the arena that have ended
 
-	told atomic.Int64  // when a line was logged last, in ns since the Stack began
-	mute atomic.Uint64 // chunks that were dropped since
+	told atomic.Int64  // when the last line was logged, in ns since the Stack began
+	mute atomic.Uint64 // chunks that were dropped since, without a line
 }
 
-// errRotten is why a chunk is dropped: its bytes are not those that they were.
+// errRotten is why a chunk is dropped: its bytes have changed since they were committed.
 var errRotten = fmt.Errorf("%w: its bytes in the arena have changed since they were committed",
 	tiers.ErrCorrupt)
 
-// patroller reads what is in the arena: first what has come of late, which gets its checksum, then
-// all of it, over and over, by Config.PatrolBytes a second at most.
+// patroller reads the arena's chunks, at most Config.PatrolBytes a second: new chunks first, which
+// get their checksum, then all chunks, over and over.
 func (s *Stack) patroller() {
 	var (
 		names []byte

@@ -13,11 +13,11 @@ import (
 // Peers is how a Stack reaches other sidecars' arenas. Its methods may be called from any
 // goroutine.
 type Peers interface {
-	// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is
-	// said to hold. Chunks behind the first that is not held whole count only if held whole.
-	// len(held) is run.Chunks(). It returns how many pages are said to be held from the first on
-	// without a gap, and the number, for Ask, of a peer that is said to hold all of these. -1:
-	// there is no such peer. It takes microseconds and does not wait.
+	// Contains looks a run up in the hints of peers. It sets held[i] to how many pages of the run's
+	// i-th chunk, from the chunk's first page, some peer holds. Chunks behind the first that is not
+	// held whole count only if held whole. len(held) is run.Chunks(). It returns how many pages
+	// peers hold from the first on without a gap, and the number, for Ask, of one peer that holds
+	// all of these. -1: there is no such peer. It takes microseconds and does not wait.
 	Contains(run tiers.Run, held []uint16) (pages, by int)
 	// Borrow leases what peers hold of a run, from its first page on without a gap. It calls out
 	// for each chunk, in order, on the caller's goroutine. Regions are those that were announced to
@@ -29,47 +29,51 @@ type Peers interface {
 	// Ask requests a lease on run, the pages that Contains has just returned, from the given peer,
 	// and does not wait. If it returns true, done is called exactly once, within a bounded time, on
 	// another goroutine, with the loans granted as by Borrow, possibly none. The loans are valid
-	// until done returns; done does not wait. If Ask returns false, done is never called, and
-	// Borrow is to find out who holds what. The digests of run are read before Ask returns.
+	// until done returns; done does not wait. If Ask returns false, done is never called, and the
+	// caller uses Borrow instead. The digests of run are read before Ask returns.
 	Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool
-	// Return gives loans back: nobody reads them any more. bad reports that their bytes did not
-	// match their checksum. It does not wait, and does not keep handles.
+	// Return gives loans back; the caller no longer reads them. bad reports that their bytes did
+	// not match their checksum. Return does not wait, and does not keep handles.
 	Return(handles []uint64, bad bool)
-	// Memory returns the memory of a region that loans are in, for its whole length, to read as
-	// long as a loan in it is out. nil: it cannot be had. Reading it may fault (dax.Guard).
+	// Memory returns the whole memory of a region that loans are in. The caller may read it until
+	// it has returned the last loan in it. nil: the memory cannot be had. Reading it may fault
+	// (dax.Guard).
 	Memory(region uint32) []byte
 }
 
 const (
 	// peerWorkers is how many calls of Peers.Borrow there are at a time.
 	peerWorkers = 8
-	// finishSlice is how many loans are given to the engine before others may have mu.
+	// finishSlice is how many loans are given to the engine before Stack.mu is released for a
+	// moment.
 	finishSlice = 64
-	// callTime is what askers are promised when a peer does not answer at once.
+	// callTime is what askers are promised when a peer does not reply at once.
 	callTime = 100 * time.Millisecond
 )
 
 // borrowing is one call of Peers.Borrow (by a peerWorker) or Peers.Ask (by a reservation). Guarded
 // by Stack.mu.
 type borrowing struct {
-	gone   []uint64 // peers that have gone since it began: what they lent it is void
-	direct bool     // it is a call of Ask, which has begun
+	gone   []uint64 // peers that have gone since it began: their loans are void
+	direct bool     // a call of Ask, which has begun
 
-	// What follows is a reservation's. It is used again if no one else can hold a pointer into it.
-	r       *request // nil: nobody wants what is lent
+	// The fields below are for a reservation. Their memory is used again if no other goroutine can
+	// have a pointer into it.
+	r       *request // nil: no request waits for the loans
 	batch   []*load  // loads that wait for this call
 	loads   []load   // their memory, and that of other loads of the request
 	digests []byte   // of the request
 
-	// The reservation's close sets prepared, and done sets came. Whichever is later goes on.
+	// The reservation's close sets prepared, and done sets came. The later of the two continues
+	// with the request.
 	prepared bool
 	came     bool
 	loans    []engine.Loan // from done, if it was called before prepared was set
 	done     func(loans []engine.Loan)
 }
 
-// sendBorrow queues a load for a peerWorker. It reports whether one must be woken for it: of
-// consecutive chunks that is so for the first. s.mu is held.
+// sendBorrow queues a load for a peerWorker. It reports whether a peerWorker must be woken for it,
+// which is true for the first of consecutive chunks. s.mu is held.
 func (s *Stack) sendBorrow(l *load) (wake bool) {
 	wake = true
 	if n := len(s.borrows.list); n > s.borrows.head {
@@ -81,7 +85,7 @@ func (s *Stack) sendBorrow(l *load) (wake bool) {
 	return wake
 }
 
-// before reports whether another load is of the next chunk for the same request.
+// before reports whether next is the load of the next chunk for the same request.
 func (l *load) before(next *load) bool {
 	return next.chunk == l.chunk+1 && &next.transfer.Hashes[0] == &l.transfer.Hashes[0]
 }
@@ -111,7 +115,7 @@ func (s *Stack) peerWorker() {
 				s.borrows.pop()
 			}
 			if borrow {
-				s.borrowable.Signal() // some in between may have been given up
+				s.borrowable.Signal() // the chunk that joined the two stretches may be over
 			}
 			b := &borrowing{}
 			s.borrowings[b] = struct{}{}
@@ -163,12 +167,12 @@ type joins struct {
 	next  int
 }
 
-// joined returns the load of a promotion. nil: it has ended by now. last is the place of the
-// caller's last one: a request that joins one chunk of a batch mostly joins those behind it. s.mu
-// is held.
+// joined returns the load of a promotion. nil: it has ended by now. last is where the caller's
+// previous one was found: a request that joins one chunk of a batch mostly joins those behind it.
+// s.mu is held.
 //
-// Loads of a direct borrowing are in its batch, not in Stack.loads: entering them took longer than
-// all else about them.
+// Loads of a direct borrowing are in its batch, not in Stack.loads: entering them there took longer
+// than all the rest of their handling.
 func (s *Stack) joined(promotion uint64, last *joins) *load {
 	if i := last.next; i < len(last.batch) && last.batch[i].promotion == promotion &&
 		last.batch[i].unlisted {
@@ -189,8 +193,8 @@ func (s *Stack) joined(promotion uint64, last *joins) *load {
 	return nil
 }
 
-// borrowAgain queues a chunk that a direct call did not bring for a peerWorker. If nobody waits for
-// it, it ends the load and returns false. s.mu is held.
+// borrowAgain queues a chunk that a direct call did not bring for a peerWorker. If no request waits
+// for the chunk, it ends the load and returns false. s.mu is held.
 func (s *Stack) borrowAgain(l *load) (again bool) {
 	if len(l.waiters) == 0 || s.closed {
 		s.endLoad(l, false, false)
@@ -207,9 +211,9 @@ func (s *Stack) borrowAgain(l *load) (again bool) {
 	return true
 }
 
-// finishBorrow gives the engine what was leased of consecutive chunks, in their order, and ends
-// their loads. The loans of a direct call are those of all chunks of a request's rest: chunks that
-// it did not bring are borrowed from others, and its caller delivers what this puts in the outbox.
+// finishBorrow passes the loans of consecutive chunks to the engine, in their order, and ends their
+// loads. The loans of a direct call are for all chunks of a request's rest. Chunks that it did not
+// bring are borrowed from other peers, and the caller of finishBorrow must call deliver.
 func (s *Stack) finishBorrow(b *borrowing, batch []*load, loans []engine.Loan) {
 	direct := b.direct
 	var t tally
@@ -221,7 +225,7 @@ func (s *Stack) finishBorrow(b *borrowing, batch []*load, loans []engine.Loan) {
 		s.mu.Lock()
 		s.finishLoans(b, list, loans[min(at, len(loans)):min(at+len(list), len(loans))], &t)
 		if at+len(list) == len(batch) {
-			s.peers.count(&t) // before anybody has the answer
+			s.peers.count(&t) // before an asker has the answer
 		}
 		if direct {
 			s.mu.Unlock()
@@ -229,7 +233,7 @@ func (s *Stack) finishBorrow(b *borrowing, batch []*load, loans []engine.Loan) {
 			s.unlockAndWake()
 		}
 	}
-	for i := len(batch); i < len(loans); i++ { // more than was asked for
+	for i := len(batch); i < len(loans); i++ { // more than was requested
 		t.void = append(t.void, loans[i].Handle)
 	}
 	s.mu.Lock()
@@ -237,18 +241,18 @@ func (s *Stack) finishBorrow(b *borrowing, batch []*load, loans []engine.Loan) {
 	if direct && t.again == 0 && len(batch) == len(b.loads) &&
 		(b.r == nil || b.r.state.phase == ended) && !s.closed {
 		b.gone, b.r = b.gone[:0], nil
-		s.spareBorrowing.Store(b) // nobody else can know of anything in it
+		s.spareBorrowing.Store(b) // no other goroutine has a pointer into it
 	}
 	s.mu.Unlock()
 	s.giveBack(t.void, false)
 }
 
-// tally is what became of a borrowing.
+// tally is the outcome of a borrowing.
 type tally struct {
-	pages int      // asked for
+	pages int      // requested
 	got   int      // of them, leased
-	again int      // chunks that are borrowed from others
-	void  []uint64 // handles of loans that nobody uses
+	again int      // chunks that are borrowed again, from any peer
+	void  []uint64 // handles of unused loans
 }
 
 // finishLoans ends the loads in list, at most finishSlice, with the loans of the first of them.
@@ -258,7 +262,7 @@ func (s *Stack) finishLoans(b *borrowing, list []*load, loans []engine.Loan, t *
 	var done [finishSlice]bool
 	for i, l := range list[:len(loans)] {
 		if promotions[i] = l.promotion; slices.Contains(b.gone, loans[i].Peer) {
-			promotions[i] = 0 // of none
+			promotions[i] = 0 // the loan is void
 		}
 		if len(l.waiters) == 0 {
 			s.peers.late.Add(1)
@@ -287,8 +291,8 @@ func (s *Stack) finishLoans(b *borrowing, list []*load, loans []engine.Loan, t *
 	}
 }
 
-// match picks the loans of a batch's loads, in their order, from the loans of a run's chunks from
-// the first on. matched uses the memory of loans. others are the handles of the rest.
+// match picks the loans of a batch's loads, in their order. loans are those of a run's chunks, from
+// the first on. matched uses the memory of loans. others are the handles of the loans not picked.
 func match(batch []*load, loans []engine.Loan) (matched []engine.Loan, others []uint64) {
 	at := 0
 	for i, l := range batch {
@@ -309,7 +313,7 @@ func match(batch []*load, loans []engine.Loan) (matched []engine.Loan, others []
 	return loans[:len(batch)], others
 }
 
-// retry has a request go on with tiers for what peers did not lend. s.mu is held.
+// retry sends a request back to the phase seeking, for what peers did not lend. s.mu is held.
 func (s *Stack) retry(r *request) {
 	v := &r.seen
 	ppc := v.rest.Space.Geometry.PagesPerChunk
@@ -330,8 +334,8 @@ func (s *Stack) retry(r *request) {
 	s.borrowable.Signal()
 }
 
-// PeerGone drops all that is leased from a peer: nobody gets pages of it from now on. The loans are
-// returned when nobody uses them.
+// PeerGone drops all that is leased from a peer: no lookup finds pages of it from now on. Each loan
+// is returned when its last lease ends.
 func (s *Stack) PeerGone(peer uint64) {
 	s.mu.Lock()
 	for b := range s.borrowings {
@@ -341,8 +345,8 @@ func (s *Stack) PeerGone(peer uint64) {
 	s.engine.DropPeer(peer)
 }
 
-// returner returns loans that nobody uses any more, and drops those that nobody has used for a
-// while.
+// returner returns loans whose last lease has ended, and drops those that have been unused for
+// Config.Linger.
 func (s *Stack) returner() {
 	tick := time.NewTicker(max(s.cfg.Linger/2, time.Millisecond))
 	defer tick.Stop()
@@ -405,29 +409,29 @@ func (c *peerCounters) count(t *tally) {
 	}
 }
 
-// PeerStats is what goes on with peers.
+// PeerStats describes the borrowing from peers. The counters are totals since the start.
 type PeerStats struct {
-	Lookups  uint64 // all of whose rest was at peers
+	Lookups  uint64 // lookups all of whose rest was at peers
 	Borrows  uint64 // calls of Peers.Borrow
-	Failed   uint64 // of those, that leased nothing
-	Short    uint64 // of those, that leased less than was asked for
-	Chunks   uint64 // leased
-	Pages    uint64
+	Failed   uint64 // borrows that leased nothing
+	Short    uint64 // borrows that leased less than was requested
+	Chunks   uint64 // chunks leased
+	Pages    uint64 // pages leased
 	Joined   uint64 // chunks that were being leased for another lookup already
 	Late     uint64 // chunks leased for lookups that had ended meanwhile
 	Void     uint64 // loans that were void before they were used, as their peer had gone
-	Retried  uint64 // lookups that went on with tiers after peers had failed
-	Returned uint64 // loans
-	Bad      uint64 // of those, for bytes that did not check out
+	Retried  uint64 // lookups that continued with tiers after peers had failed
+	Returned uint64 // loans returned
+	Bad      uint64 // loans returned because their bytes did not match their checksum
 
 	Copied      uint64 // chunks copied into the arena
 	CopiedPages uint64
-	// times that a chunk was to be, and there was no room, its bytes could not be read, or its peer
-	// had gone
+	// NotCopied counts copies that failed: there was no room, the bytes could not be read, or the
+	// peer had gone.
 	NotCopied uint64
 
-	// slots for loans, those with one or on their way, those in use, and pages that can be found in
-	// them
+	// Slots is the slots for loans; Used, those that have a loan or wait for one; Leased, those in
+	// use; Held, the pages that lookups can find in them.
 	Slots, Used, Leased, Held int
 }
 

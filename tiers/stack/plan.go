@@ -8,8 +8,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// survey is what is known of the rest of a lookup: what the arena, peers and tiers say they hold.
-// It belongs to the owner of the request's phase.
+// survey is what is known of the rest of a lookup: what the arena and tiers report that they hold,
+// and what peers hint. It belongs to the owner of the request's phase.
 type survey struct {
 	// rest is the run behind what the arena holds. It begins with the chunk in which the hit ends.
 	rest tiers.Run
@@ -17,15 +17,15 @@ type survey struct {
 	part int // of these, the pages in rest's first chunk
 	// peers reports whether peers may be asked. It is false after they lent less than they hinted.
 	peers bool
-	hints []uint16 // by chunk: pages that peers are said to hold; empty: they are not asked
-	// held is, by tier and chunk, how many pages the tier says it holds. known has a bit for each
-	// tier that said so.
+	hints []uint16 // by chunk: pages that peers hint at; empty: peers are not used
+	// held is, by tier and chunk, how many pages the tier reports that it holds. known has a bit
+	// for each tier that has reported.
 	held  [engine.MaxTiers][]uint16
 	known uint8
 }
 
-// aim sets rest to what lies behind a hit of the arena. It returns false if nothing does, or if no
-// tier can know it: tiers know a chunk only by all its pages.
+// aim sets rest to what lies behind a hit of the arena. It returns false if there is nothing behind
+// it, or if no tier can look it up: tiers find a chunk only by all its pages.
 func (v *survey) aim(q *question, hit int) bool {
 	g := &q.all.Space.Geometry
 	start := (q.first + hit) / g.PagesPerChunk * g.PagesPerChunk
@@ -44,7 +44,7 @@ func (v *survey) aim(q *question, hit int) bool {
 	return true
 }
 
-// knows reports whether a tier said what it holds.
+// knows reports whether a tier has reported what it holds.
 func (v *survey) knows(tier int) bool { return v.known&(1<<tier) != 0 }
 
 // best returns the most pages of the i-th chunk that a peer or a tier holds, at most want, and the
@@ -109,7 +109,7 @@ type terms struct {
 	pace      [engine.MaxTiers]pace
 }
 
-// pace is how fast a tier gives what is asked of it.
+// pace is how fast a tier loads.
 type pace struct {
 	latency float64 // s
 	rate    float64 // bytes/s; 0: not known
@@ -126,11 +126,11 @@ func (p *pace) arrival(bytes int64) time.Duration {
 	return time.Duration(s * float64(time.Second))
 }
 
-// prober is what a plan asks only where the survey leaves a gap. It does not wait.
+// prober looks up what a plan needs only where the survey leaves a gap. It does not wait.
 type prober interface {
 	// arenaHolds returns how many pages the arena holds of each chunk of a run.
 	arenaHolds(id engine.SpaceID, run tiers.Run) []uint16
-	// peersHold returns how many pages of one chunk peers are said to hold.
+	// peersHold returns how many pages of one chunk peers hint at.
 	peersHold(chunk tiers.Run) int
 }
 

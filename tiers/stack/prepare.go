@@ -8,18 +8,18 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// prepare reserves slots for a request's chunks and queues the loads. The dispatcher calls it, and
-// peerWorkers (mine): each of these goes on with the first of what is to be borrowed. One request
-// is prepared at a time, so that of several requests for one chunk each but the first finds the
-// load that the first has begun.
+// prepare reserves slots for a request's chunks and queues the loads. The dispatcher and the
+// peerWorkers call it. mine: the caller is a peerWorker, which then borrows the first stretch
+// itself. One request is prepared at a time, so that of several requests for one chunk the first
+// begins the load and the rest join it.
 func (s *Stack) prepare(r *request, mine bool) {
 	s.prepareMu.Lock()
 	defer s.prepareMu.Unlock()
 	s.prepareHeld(r, mine, nil)
 }
 
-// prepareHeld is prepare for a caller that holds s.prepareMu. With b, chunks that are to be
-// borrowed become b's batch, and the caller sees to it that they are borrowed.
+// prepareHeld is prepare for a caller that holds s.prepareMu. If b is given, the chunks to borrow
+// become b's batch, and the caller must borrow them.
 func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	skip, trim, ok := s.confirm(r)
 	out := s.granted[:0]
@@ -39,7 +39,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	r.state.loads, r.state.from, r.state.want, r.state.left = all, skip, skip+len(out), 0
 	s.attach(r, skip, out, loads, b)
 	s.startLoads(all, out, mine, b)
-	if r.state.phase != ended { // it has, if none of it could be had after all
+	if r.state.phase != ended { // startLoads ends it if all loads failed
 		s.endPrepare(r, trim)
 	}
 	if b == nil {
@@ -49,8 +49,9 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	}
 }
 
-// confirm checks that a request still holds what its plan builds on, and returns how many chunks at
-// its beginning are trimmed off (skip) by which trim. ok is false if there is nothing to promote.
+// confirm checks that a request still holds the hit that its plan starts from. It returns the
+// request's trim, and how many chunks that trims off its beginning (skip). ok is false if there is
+// nothing to promote.
 func (s *Stack) confirm(r *request) (skip, trim int, ok bool) {
 	for again := true; again; {
 		s.mu.Lock()
@@ -59,8 +60,9 @@ func (s *Stack) confirm(r *request) (skip, trim int, ok bool) {
 		s.mu.Unlock()
 		skip = chunksBelow(r.seen.rest, base)
 		ok = skip < r.plan.chunks
-		// What it holds may have run out, or been dropped, while it waited. If none of it is wanted
-		// any more it has ended, and begins anew.
+		// The request's hit may have expired, or been dropped, while it waited. If a Trim came
+		// meanwhile, that may be the cause: then all is computed again. If none of the hit is
+		// wanted any more, its lookup in the engine has ended, and promote begins a new one.
 		if held := r.first + r.seen.hit; ok && max(base, trim) < held {
 			n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked)
 			if ok = err == nil && base+n == held; !ok {
@@ -86,8 +88,8 @@ func (s *Stack) promote(r *request, skip int, out []engine.PromotedChunk) []engi
 	return out
 }
 
-// newBorrows returns room for the loads of granted chunks that are to be borrowed, in b's memory if
-// there is one. nil: none are.
+// newBorrows returns room for the loads of granted chunks to borrow, in b's memory if b is given.
+// nil: there are none.
 func newBorrows(out []engine.PromotedChunk, b *borrowing) []load {
 	n := 0
 	for i := range out {
@@ -104,7 +106,7 @@ func newBorrows(out []engine.PromotedChunk, b *borrowing) []load {
 	return slices.Grow(b.loads[:0], n)[:n]
 }
 
-// attach has a request wait for the load of each chunk in out, a new one or one that another
+// attach makes a request wait for the load of each chunk in out: a new load, or one that another
 // request has begun. New loads of borrowed chunks are taken from loads. s.mu is held.
 func (s *Stack) attach(r *request, skip int, out []engine.PromotedChunk, loads []load,
 	b *borrowing) {
@@ -140,8 +142,8 @@ func (s *Stack) attach(r *request, skip int, out []engine.PromotedChunk, loads [
 	}
 }
 
-// startLoads queues the new loads of a request, or adds them to b's batch. A load that fails here
-// may end the request, so that loads is what it waited for at the beginning. s.mu is held.
+// startLoads queues the new loads of a request, or adds them to b's batch. loads is what the
+// request waited for at the beginning: a load that fails here may end the request. s.mu is held.
 func (s *Stack) startLoads(loads []*load, out []engine.PromotedChunk, mine bool, b *borrowing) {
 	for i := range out {
 		l := loads[out[i].Chunk]
@@ -161,7 +163,8 @@ func (s *Stack) startLoads(loads []*load, out []engine.PromotedChunk, mine bool,
 	}
 }
 
-// endPrepare does what was asked of a request while it was being prepared. s.mu is held.
+// endPrepare carries out a Cancel or Trim that came while the request was being prepared. s.mu is
+// held.
 func (s *Stack) endPrepare(r *request, trim int) {
 	if r.state.cancelled || s.closed {
 		_ = s.engine.Cancel(r.owner, r.lookup)
@@ -169,7 +172,7 @@ func (s *Stack) endPrepare(r *request, trim int) {
 		return
 	}
 	if !r.state.quiet && time.Since(r.state.queued) > roomPoll && r.state.left > 0 {
-		s.promise(r, r.plan.pages, r.plan.eta) // the first promise was made at an earlier time
+		s.promise(r, r.plan.pages, r.plan.eta) // the first one is old by now
 	}
 	if r.state.trim != trim {
 		_ = s.engine.Trim(r.owner, r.lookup, r.state.trim)

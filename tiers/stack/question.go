@@ -8,9 +8,10 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// Asker receives what becomes of a lookup that did not return its answer at once. Its methods are
-// called from one goroutine at a time, which serves all askers: they must not block, and they must
-// not close the Stack. A call may still come while the lookup is being cancelled.
+// Asker receives the progress and the answer of a lookup that was not done when Lookup returned.
+// Its methods are called from one goroutine at a time, which serves all askers: they must not
+// block, and they must not close the Stack. A call may still come while the lookup is being
+// cancelled.
 type Asker interface {
 	// LookupPending promises that so many pages, from the lookup's first on, arrive within eta. A
 	// later promise replaces an earlier one.
@@ -47,33 +48,34 @@ type Query struct {
 	// once. Then no goroutine is woken for the lookup, which would slow its caller down.
 	Ticks bool
 
-	// always ignores what Config says about promotion and deadlines.
+	// always overrides Config.Promote and Config.LookupDeadline.
 	always bool
 }
 
-// TickWithin is what Query.Ticks promises. It is well below what an asker waits without a word.
+// TickWithin is the time that Query.Ticks promises. It is well below the time that an asker waits
+// without a promise.
 const TickWithin = 5 * time.Millisecond
 
 // sources are the places that a lookup may use beside the arena.
 type sources struct {
 	verify  bool // chunks that the arena restored may have to be verified
-	promote bool // tiers may be asked
-	peers   bool // peers may be asked
+	promote bool // tiers may be searched
+	peers   bool // peers may be used
 }
 
 func (u sources) none() bool { return !u.verify && !u.promote && !u.peers }
 
-// question is what a lookup asked for. Lookup fills it; it does not change after keep.
+// question is the arguments of a lookup. Lookup fills it; it does not change after keep.
 type question struct {
 	asker     Asker
 	owner     engine.Owner
 	lookup    uint64 // the owner's name for it
 	space     engine.SpaceID
-	first     int           // the first page asked for
-	asked     int           // how many pages are
+	first     int           // the first page looked up
+	asked     int           // how many pages, from first on
 	recompute time.Duration // that computing a page takes; 0: not known
 	use       sources
-	// all is the run asked for. A question that is neither verified nor walked keeps only what lies
+	// all is the run looked up. A question that is neither verified nor walked keeps only what lies
 	// behind the arena's hit.
 	all  tiers.Run
 	size int64 // bytes of all's digests
@@ -91,7 +93,7 @@ func newQuestion(q *Query, sp *tiers.Space, a Asker, use sources) question {
 
 func (q *question) key() lookupKey { return lookupKey{q.owner, q.lookup} }
 
-// end is the page behind the last one asked for.
+// end is the page behind the last one looked up.
 func (q *question) end() int { return q.first + q.asked }
 
 // chunksBelow returns how many whole chunks of a run lie below a page.

@@ -8,9 +8,9 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// request is a lookup that was not answered by the arena alone. The question does not change. The
-// survey, the plan and the checklist belong to the owner of the phase (see phases). The state
-// belongs to whoever holds Stack.mu.
+// request is a lookup that the arena alone cannot complete. The question does not change. The
+// survey, the plan and the checklist belong to the owner of the phase (see phases). The state is
+// guarded by Stack.mu.
 type request struct {
 	question
 	walk  walk
@@ -37,14 +37,14 @@ type progress struct {
 	promised time.Time     // when it was promised something last; zero: never
 	expected int           // pages that verifying is expected to lead to
 	eta      time.Duration // and how long it takes
-	quiet    bool          // it was promised nothing, as peers mostly answer at once
+	quiet    bool          // it was promised nothing, as peers mostly reply at once
 
-	// An answer that the caller of Lookup waits for goes to settled, not to the asker.
+	// inline: the caller of Lookup waits for the answer, which goes to settled, not to the asker.
 	inline  bool
 	settled int // pages; -1: not yet
 
 	unverified int64 // bytes of its checklist that are not verified
-	unlent     bool  // peers did not lend all that they were said to hold
+	unlent     bool  // peers lent less than they hinted
 
 	// loads are by chunk of the survey's rest; nil: it has arrived, or is not wanted. Chunks
 	// [from, want) are wanted, and left of them have not arrived.
@@ -142,7 +142,7 @@ func (s *Stack) remove(r *request) {
 	s.advance(r, ended)
 }
 
-// unwant takes a request's bytes out of what tiers are asked for. s.mu is held.
+// unwant subtracts a request's bytes from what waits to be loaded from tiers. s.mu is held.
 func (s *Stack) unwant(r *request) {
 	if r.state.phase == queued || r.state.phase == preparing {
 		for i, t := range s.tiers {
@@ -151,7 +151,7 @@ func (s *Stack) unwant(r *request) {
 	}
 }
 
-// promise tells a request's asker how many pages are expected, and when. s.mu is held.
+// promise reports to a request's asker how many pages are expected, and when. s.mu is held.
 func (s *Stack) promise(r *request, pages int, eta time.Duration) {
 	s.outbox = append(s.outbox, message{asker: r.asker, pending: true, eta: eta,
 		answer: Answer{Owner: r.owner, Lookup: r.lookup, Pages: pages}})
@@ -161,8 +161,8 @@ func (s *Stack) promise(r *request, pages int, eta time.Duration) {
 // promised something.
 const promiseEvery = 50 * time.Millisecond
 
-// settle ends a request: its lookup keeps what it has by now, and its asker is told, unless the
-// Stack is closed. s.mu is held.
+// settle ends a request: its lookup keeps what it has by now, and its asker receives the answer,
+// unless the Stack is closed. s.mu is held.
 func (s *Stack) settle(r *request) {
 	if r.state.phase == verifying && !s.closed {
 		s.lookAgain(r)
@@ -187,8 +187,8 @@ func (s *Stack) settle(r *request) {
 		time.Since(r.state.since)}})
 }
 
-// arrived records that a chunk that a request waits for is here (ok) or will not come. With short
-// only its first pages came. s.mu is held.
+// arrived records that a chunk that a request waits for has arrived (ok) or will not arrive. short:
+// only its first pages have arrived. s.mu is held.
 func (s *Stack) arrived(r *request, chunk int, ok, short bool) {
 	w := &r.state
 	w.loads[chunk] = nil
@@ -210,7 +210,7 @@ func (s *Stack) arrived(r *request, chunk int, ok, short bool) {
 	}
 }
 
-// abandon ends a request's waiting for one chunk. s.mu is held.
+// abandon makes a request wait for one chunk no longer. s.mu is held.
 func (s *Stack) abandon(r *request, chunk int) {
 	if l := r.state.loads[chunk]; l != nil {
 		r.state.loads[chunk] = nil
@@ -238,7 +238,7 @@ func (s *Stack) Trim(o engine.Owner, lookup uint64, firstPage int) error {
 	s.mu.Lock()
 	defer s.unlockAndWake()
 	r := s.pending[lookupKey{o, lookup}]
-	if r != nil && r.state.phase == walking { // when it has been walked
+	if r != nil && r.state.phase == walking { // afterWalk trims it
 		r.state.trim = max(r.state.trim, firstPage)
 		return nil
 	}

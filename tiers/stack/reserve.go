@@ -2,24 +2,24 @@ package stack
 
 import "lookaside/tiers/engine"
 
-// This file is the short way of a lookup all of whose rest is at peers: the caller of Lookup
-// prepares it, on its own goroutine, while a peer already leases what it needs.
+// This file has the short path of a lookup all of whose rest is at peers: the caller of Lookup
+// prepares the request on its own goroutine, while a peer already leases what the request needs.
 
-// maxAtOnce is how many chunks a request may have that its caller prepares, if there is nothing to
-// wait for: that takes less time than waking a peerWorker.
+// maxAtOnce is how many chunks a request may have to be prepared by the caller of Lookup, if there
+// is nothing to wait for. Preparing so many takes less time than waking a peerWorker.
 const maxAtOnce = 512
 
 // reservation is the right to prepare a request on the goroutine of Lookup's caller. While held is
-// true the caller holds Stack.prepareMu, and close must be called: it releases it.
+// true the caller holds Stack.prepareMu and must call close, which releases it.
 type reservation struct {
 	held bool
 	s    *Stack
-	call *borrowing // set while held; direct if a peer has been asked
+	call *borrowing // set while held; direct if a request was sent to a peer
 }
 
-// surveyAtOnce surveys what can be had of a request's rest without waiting. It returns the tier
-// that is to be asked next; if there is none the plan is made. If peers hold all that is worth
-// having, it also reserves, unless somebody else prepares at this moment.
+// surveyAtOnce surveys what can be had of a request's rest without waiting. It returns the next
+// tier to search; if it returns nil, the plan is made. If peers hold all that is worth having, it
+// also makes a reservation, unless another goroutine holds Stack.prepareMu.
 func (s *Stack) surveyAtOnce(r *request) (next *tier, res reservation) {
 	pages, by := s.readHints(r)
 	if pages == r.seen.rest.Pages() { // there is nothing more to know
@@ -43,9 +43,10 @@ func (s *Stack) surveyAtOnce(r *request) (next *tier, res reservation) {
 	return nil, res
 }
 
-// reserveAsking reserves and asks a peer for the first pages of a request's rest, which are all
-// that can be had. The peer answers while the request is being prepared. It does not reserve if no
-// peer has them (-1), others wait for the same chunks, or somebody else prepares at this moment.
+// reserveAsking makes a reservation and sends a peer a request for a lease on the first pages of
+// the rest, which are all that can be had. The peer's reply arrives while the request is being
+// prepared. There is no reservation if no peer has these pages (peer is -1), if other requests wait
+// for the same chunks, or if another goroutine holds Stack.prepareMu.
 func (s *Stack) reserveAsking(r *request, pages, peer int) (res reservation) {
 	run := r.seen.rest
 	d := run.Space.Geometry.DigestBytes
@@ -74,8 +75,8 @@ func (s *Stack) reserveAsking(r *request, pages, peer int) (res reservation) {
 	return res
 }
 
-// keep makes a request independent of its caller. A held reservation lends the memory for the
-// digests.
+// keep makes a request independent of its caller's memory. A held reservation provides the memory
+// for the digests.
 func (res *reservation) keep(r *request) {
 	if res.held {
 		res.call.digests = r.question.keep(r.seen.rest, res.call.digests)
@@ -85,9 +86,9 @@ func (res *reservation) keep(r *request) {
 	r.seen.rest = r.all
 }
 
-// close ends a reservation: it prepares the request, unless it was not begun, and releases
-// Stack.prepareMu. If settled is true the request has ended with so many pages, and its asker
-// receives nothing.
+// close ends a reservation: it prepares the request if that was begun, and releases
+// Stack.prepareMu. If settled is true the request has ended with that number of pages, and its
+// asker receives nothing.
 func (res *reservation) close(r *request, begun bool) (pages int, settled bool) {
 	s, b := res.s, res.call
 	if begun {
@@ -110,10 +111,10 @@ func (res *reservation) close(r *request, begun bool) (pages int, settled bool) 
 		s.mu.Unlock()
 		s.finishBorrow(b, b.batch, b.loans)
 		s.mu.Lock()
-		r.state.inline = false // it goes on with tiers, or others
+		r.state.inline = false // the request continues with tiers, or with other peers
 	}
 	pages = r.state.settled
-	s.unlockAndWake() // only now, so that the dispatcher is in nobody's way
+	s.unlockAndWake() // only now, so that the dispatcher does not delay the caller
 	return pages, pages >= 0
 }
 
@@ -129,8 +130,8 @@ func (s *Stack) newBorrowing() *borrowing {
 	return b
 }
 
-// directDone receives what a peer has lent that was asked directly. Whichever comes later, this or
-// the reservation's close, goes on with the request.
+// directDone receives the loans of a peer that got a direct request (Peers.Ask). The later of
+// directDone and the reservation's close continues with the request.
 func (s *Stack) directDone(b *borrowing, loans []engine.Loan) {
 	s.mu.Lock()
 	if b.came = true; !b.prepared {

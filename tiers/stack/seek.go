@@ -10,22 +10,22 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// This file asks peers and tiers what they hold of a request's rest. All of it but seek, proceed
-// and enqueue runs on the phase's owner and needs no lock.
+// This file looks up in peers and tiers what they hold of a request's rest. All of it except seek,
+// proceed and enqueue runs on the phase's owner and needs no lock.
 
-// slowSeek is how long a tier takes to return what it holds before the asker is promised something
-// for that alone. It is well below what an asker waits without a word.
+// slowSeek is the time of a tier's lookup above which the asker gets a promise before that lookup
+// ends. It is well below the time that an asker waits without a promise.
 const slowSeek = 5 * time.Millisecond
 
-// surveyBelow reads the hints of peers, asks the tiers that answer from memory, and returns the
-// tier that is to be asked next. If there is none, the plan is made.
+// surveyBelow reads the hints of peers, looks up in the Local tiers, and returns the next tier to
+// search. If it returns nil, the plan is made.
 func (s *Stack) surveyBelow(r *request) (next *tier) {
 	s.readHints(r)
 	return s.askLocal(r)
 }
 
-// readHints notes what peers are said to hold of a request's rest. It returns what Peers.Contains
-// does.
+// readHints records what peers hint that they hold of a request's rest. It returns what
+// Peers.Contains returns.
 func (s *Stack) readHints(r *request) (pages, by int) {
 	if !r.seen.peers {
 		r.seen.hints = r.seen.hints[:0]
@@ -36,8 +36,8 @@ func (s *Stack) readHints(r *request) (pages, by int) {
 	return s.cfg.Peers.Contains(r.seen.rest, r.seen.hints)
 }
 
-// askLocal asks the tiers that answer from memory for a request's rest, when the hints of peers are
-// known. It returns the tier that is to be asked next. If there is none, the plan is made.
+// askLocal looks up a request's rest in the Local tiers, after readHints. It returns the next tier
+// to search. If it returns nil, the plan is made.
 func (s *Stack) askLocal(r *request) (next *tier) {
 	r.seen.known = 0
 	if !r.use.promote {
@@ -55,7 +55,7 @@ func (s *Stack) askLocal(r *request) (next *tier) {
 	return next
 }
 
-// askTier asks a tier for what it holds of a request's rest, from chunk i on.
+// askTier looks up a request's rest, from chunk i on, in a tier.
 func (s *Stack) askTier(r *request, t *tier, i int) {
 	n := r.seen.rest.Chunks()
 	held := slices.Grow(r.seen.held[t.index][:0], n)[:n]
@@ -112,7 +112,7 @@ func (s *Stack) judge(err error) verdict {
 	return failed
 }
 
-// nextSeek returns the next tier, from the given one on, that a seekWorker is to ask. nil: none.
+// nextSeek returns the next tier, from the given one on, that a seekWorker must search. nil: none.
 func (s *Stack) nextSeek(r *request, from int) *tier {
 	for _, t := range s.tiers[from:] {
 		if !t.local && t.breaker.usable() {
@@ -169,7 +169,7 @@ func (s *Stack) seek(r *request, t *tier) {
 	t.seekable.Signal()
 }
 
-// seekWorker asks one tier for what requests miss.
+// seekWorker looks up in one tier what requests miss.
 func (s *Stack) seekWorker(t *tier) {
 	for {
 		s.mu.Lock()
@@ -194,8 +194,8 @@ func (s *Stack) seekWorker(t *tier) {
 	}
 }
 
-// proceed hands a surveyed request on: to the tier that is asked next, or to the queue if the plan
-// has anything to wait for. s.mu is held.
+// proceed passes a surveyed request on: to the next tier to search, or to the queue if the plan has
+// anything to wait for. s.mu is held.
 func (s *Stack) proceed(r *request, next *tier) {
 	switch {
 	case r.state.phase == ended || s.closed:

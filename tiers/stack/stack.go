@@ -35,9 +35,9 @@ type Stack struct {
 	mail   chan struct{}  // wakes the mailer
 
 	spaces  atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
-	owners  atomic.Uint64                  // names the owners of what the Stack asks for itself
+	owners  atomic.Uint64                  // names the owners of the Stack's own leases
 	open    atomic.Int64                   // lookups under way
-	callers atomic.Int32                   // of Lookup, that are at the engine
+	callers atomic.Int32                   // of Lookup, that use the engine at this moment
 	probe   atomic.Bool                    // a probe is under way
 
 	count     lookupCounters
@@ -47,18 +47,18 @@ type Stack struct {
 
 	// What was used before and may be used again.
 	spare          atomic.Pointer[request]   // of a lookup that ended at once
-	spareBorrowing atomic.Pointer[borrowing] // of one that a peer answered at once
+	spareBorrowing atomic.Pointer[borrowing] // of one that was completed at once
 
 	prepareMu sync.Mutex // held while a request is prepared; taken before deliverMu and mu
 	granted   []engine.PromotedChunk
 
-	deliverMu sync.Mutex // held while askers are told; taken before mu
+	deliverMu sync.Mutex // held while Askers are called; taken before mu
 	spareBox  []message
 
-	mu     sync.Mutex // guards all that follows, and what says so
+	mu     sync.Mutex // guards all fields below, and fields of other types that name it
 	closed bool
-	due    bool // the dispatcher is to be woken
-	ticks  bool // Tick is to wake it
+	due    bool // the dispatcher must be woken
+	ticks  bool // Tick must wake the dispatcher
 
 	// The books: requests that have begun and not ended.
 	pending   map[lookupKey]*request
@@ -96,8 +96,8 @@ type lookupKey struct {
 
 // lookupCounters count since the start.
 type lookupCounters struct {
-	refused  atomic.Uint64 // answered by the arena alone, as too many were under way
-	late     atomic.Uint64 // answered by their deadline
+	refused  atomic.Uint64 // limited to the arena, as too many were under way
+	late     atomic.Uint64 // ended at their deadline
 	cut      atomic.Uint64 // cut where computing is faster
 	verified atomic.Uint64 // that waited for chunks to be verified
 }
@@ -124,12 +124,12 @@ type tier struct {
 	paused   int       // callers of pause that have not called resume
 }
 
-// fifo is a queue. What is over while it waits is dropped when the queue has doubled, and skipped
-// when its turn comes.
+// fifo is a queue. An element that becomes over while it waits is skipped by peek. push removes
+// such elements when the queue has doubled.
 type fifo[T interface{ over() bool }] struct {
 	list []T
 	head int
-	mark int // length at which it is looked through
+	mark int // length at which push removes what is over
 }
 
 // push appends an element.
@@ -192,7 +192,7 @@ func New(cfg Config) (*Stack, error) {
 					zap.NamedError("last", t.count.lastError()))
 			} else {
 				log.Info("tier on again")
-				ring(t.bell) // what waited to be written
+				ring(t.bell) // chunks may wait to be written
 			}
 		}}
 		s.tiers = append(s.tiers, t)
@@ -235,9 +235,9 @@ func New(cfg Config) (*Stack, error) {
 }
 
 // Close ends all requests without an answer, and waits for the calls of tiers to return. What waits
-// to be written is dropped: see Flush. What peers lent is returned, except for what somebody still
-// reads. After Close lookups are answered by the arena alone. Close is idempotent. The caller
-// closes the tiers, and then the engine, after it.
+// to be written is dropped: see Flush. Loans are returned to peers, except those that are still
+// leased. After Close, lookups use the arena only. Close is idempotent. After it, the caller closes
+// the tiers and then the engine.
 func (s *Stack) Close() {
 	s.mu.Lock()
 	first := !s.closed
@@ -259,7 +259,7 @@ func (s *Stack) Close() {
 		return
 	}
 	s.prepareMu.Lock() // a caller of Lookup may hold it,
-	s.deliverMu.Lock() // and an answer may be on its way to an asker
+	s.deliverMu.Lock() // and an asker may be receiving an answer
 	s.mu.Lock()
 	for _, r := range s.pending {
 		s.remove(r)
@@ -276,7 +276,7 @@ func (s *Stack) Close() {
 			}
 		}
 	}
-	clear(s.borrowings) // nobody waits for what is still lent to them, so that it is returned
+	clear(s.borrowings) // what peers still lend for these calls is returned
 	s.unlockAndWake()
 	s.deliverMu.Unlock()
 	s.prepareMu.Unlock()

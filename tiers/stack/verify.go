@@ -12,13 +12,13 @@ import (
 const (
 	// verifyWorkers is how many lookups have chunks verified at one time.
 	verifyWorkers = 4
-	// verifyBatch is how many chunks one call of Config.Verify gets. After each call it is another
-	// lookup's turn.
+	// verifyBatch is how many chunks one call of Config.Verify gets. After each call another lookup
+	// has its turn.
 	verifyBatch = 16
 )
 
-// checklist is what has to be verified before all that the arena holds of a request can be read. It
-// belongs to the owner of the request's phase.
+// checklist is the chunks that must be verified before all that the arena holds of a request can be
+// read. It belongs to the owner of the request's phase.
 type checklist struct {
 	list   []engine.Verification
 	names  []byte // digests of the list
@@ -49,14 +49,14 @@ func (s *Stack) verify(list []engine.Verification) {
 		s.unlockAndWake()
 		return
 	}
-	s.wg.Add(1) // Close waits for callers as well
+	s.wg.Add(1) // Close waits for callers of verify
 	for _, v := range list {
 		if c := s.checking[v.Handle]; c != nil {
 			others = append(others, c)
 			continue
 		}
 		if !s.engine.NeedsVerify(v.Handle) {
-			continue // somebody was first
+			continue // another goroutine has verified it
 		}
 		s.checking[v.Handle] = over
 		mine = append(mine, v)
@@ -116,7 +116,7 @@ func (s *Stack) VerifyRun(ctx context.Context, o engine.Owner, run tiers.Run) er
 }
 
 // verifyItems verifies the chunks of items that need it. It returns the items that may be written,
-// and ends the others.
+// and ends the rest.
 func (s *Stack) verifyItems(items []engine.CascadeItem) []engine.CascadeItem {
 	var list []engine.Verification
 	for i := range items {
@@ -153,9 +153,8 @@ func (s *Stack) Verify(ctx context.Context, id engine.SpaceID, hashes []byte) er
 	})
 }
 
-// listChecks finds what has to be verified before all that the arena holds of a request's pages can
-// be read. What lies behind a gap is left out if neither tiers nor peers can fill it. The request's
-// owner calls it.
+// listChecks fills a request's checklist. What lies behind a gap is left out if neither tiers nor
+// peers can fill it. The request's owner calls it.
 func (s *Stack) listChecks(r *request) {
 	c := &r.check
 	last := uint64(0)
@@ -166,7 +165,7 @@ func (s *Stack) listChecks(r *request) {
 	c.done = 0
 	c.list, c.names, err = s.engine.NextVerify(r.owner, r.first, r.all.Hashes, c.names, c.list[:0])
 	if err != nil || len(c.list) == 0 || c.list[0].Handle == last {
-		c.list = nil // the last: it could not be verified
+		c.list = nil // the same chunk again: it could not be verified
 		return
 	}
 	n, page := s.reach(r)
@@ -275,7 +274,7 @@ func (s *Stack) verifyWorker() {
 	}
 }
 
-// lookAgain looks a request up in the engine again, from the first page on that is still wanted. It
+// lookAgain looks a request up in the engine again, from the first page that is still wanted. It
 // returns the pages found, from the lookup's first on. s.mu is held.
 func (s *Stack) lookAgain(r *request) (pages int) {
 	base := r.base()
@@ -288,8 +287,8 @@ func (s *Stack) lookAgain(r *request) (pages int) {
 	return base - r.first + n
 }
 
-// afterVerify has a request go on when its chunks are verified, as if it came now. The verifyWorker
-// that owns it calls it and holds s.mu, which is released meanwhile.
+// afterVerify continues with a request whose chunks are verified, as with a new lookup. The
+// verifyWorker that owns the request calls it and holds s.mu; afterVerify releases it for a while.
 func (s *Stack) afterVerify(r *request) {
 	hit := s.lookAgain(r)
 	s.endVerifying(r)

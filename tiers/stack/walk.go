@@ -10,14 +10,14 @@ import (
 )
 
 // This file walks long lookups. Lookup walks the first part of a long lookup on its caller's
-// goroutine, and leaves the rest to the walker. The walker goes on in the arena, part by part.
-// Owners take turns, so that none of them waits longer because another one asks for more. Between
-// two parts callers of Lookup go first. When the arena holds no more of it, the lookup goes on as
-// any other.
+// goroutine, and leaves the rest to the walker. The walker looks up the rest in the arena, part by
+// part. Owners take turns, so that no owner waits longer because another owner's lookups are
+// longer. Between two parts callers of Lookup go first. A lookup of which the arena holds no more
+// continues like any other.
 //
-// The walker also frees, in parts, what long lookups held that have ended.
+// The walker also frees, in parts, the leases of long lookups that have ended.
 //
-// Without it one client's lookups of 65,536 pages made others wait for seconds.
+// Without the walker, one client's lookups of 65,536 pages made other clients wait for seconds.
 
 const (
 	// walkTurn is how long the lookups of one owner are walked before the next owner's.
@@ -70,7 +70,7 @@ func (w *walks) of(o engine.Owner) *ownerWalks {
 	return nil
 }
 
-// isLong reports whether the walker is to walk a lookup.
+// isLong reports whether the walker must walk a lookup.
 func (s *Stack) isLong(q *Query, sp *tiers.Space) bool {
 	g := &sp.Geometry
 	pages := len(q.Hashes) / g.DigestBytes
@@ -78,14 +78,14 @@ func (s *Stack) isLong(q *Query, sp *tiers.Space) bool {
 		pages-1)/g.PagesPerChunk-q.FirstPage/g.PagesPerChunk >= s.cfg.LongChunks
 }
 
-// walk is what the walker needs of a long lookup. It does not change.
+// walk is what the walker needs to know about a long lookup. It does not change.
 type walk struct {
 	handle uint64 // the engine's
 	gap    bool   // its first part was not held whole, so that there is nothing to walk
 }
 
-// lookupLong is Lookup for a long lookup: the first part at once, the rest by the walker. Where
-// nothing better than the first part can be had, that is the answer.
+// lookupLong is Lookup for a long lookup: the first part at once, the rest by the walker. If no
+// more than the first part can be had, the first part is the answer.
 func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, use sources) (pages int, done bool,
 	err error) {
 	g := &sp.Geometry
@@ -131,7 +131,8 @@ func (w *walks) buffer() []byte {
 	return nil
 }
 
-// recycle takes back the buffer of a request that has ended and that nobody but the caller knows.
+// recycle takes back the buffer of a request that has ended. Only the caller may have a pointer to
+// the request.
 func (w *walks) recycle(r *request) {
 	if len(w.spare) < walkSpare {
 		w.spare = append(w.spare, r.all.Hashes)
@@ -185,14 +186,15 @@ func (s *Stack) nextWalk() *request {
 	return nil
 }
 
-// yield lets those who call Lookup at this moment have the engine first.
+// yield waits, for a bounded time, until no caller of Lookup uses the engine.
 func (s *Stack) yield() {
 	for start := time.Now(); s.callers.Load() > 0 && time.Since(start) < walkYield; {
 		runtime.Gosched()
 	}
 }
 
-// walkOn walks a lookup for a turn, and has it go on if that is all that the arena holds of it.
+// walkOn walks a lookup for one turn. When the arena holds no more of it, the lookup goes to its
+// next phase.
 func (s *Stack) walkOn(r *request) {
 	over := r.walk.gap
 	for start := time.Now(); !over; {
@@ -213,8 +215,8 @@ func (s *Stack) walkOn(r *request) {
 	}
 }
 
-// walkNext walks the next part of a lookup, and reports whether that is all that the arena holds of
-// it. ok is false if the lookup has ended.
+// walkNext walks the next part of a lookup. over reports that the arena holds no more of it. ok is
+// false if the lookup has ended.
 func (s *Stack) walkNext(r *request) (over, ok bool) {
 	g := &r.all.Space.Geometry
 	walked := r.state.walked // only the walker changes it
@@ -235,8 +237,8 @@ func (s *Stack) walkNext(r *request) (over, ok bool) {
 	return err != nil || from+pages < to || to == r.end(), true
 }
 
-// afterWalk has a lookup go on of which the arena holds no more. s.mu is held; it is released
-// meanwhile.
+// afterWalk moves a walked lookup to its next phase, or settles it. s.mu is held; afterWalk
+// releases it for a while.
 func (s *Stack) afterWalk(r *request) {
 	if r.state.trim > r.first {
 		_ = s.engine.Trim(r.owner, r.lookup, r.state.trim)
@@ -263,8 +265,8 @@ func (s *Stack) afterWalk(r *request) {
 	}
 }
 
-// surveyWalked finds what a walked lookup has to be verified, or else what can be had of its rest.
-// more is false if there is neither.
+// surveyWalked lists the chunks of a walked lookup that must be verified. If there are none, it
+// surveys what can be had of the rest. more is false if there is neither.
 func (s *Stack) surveyWalked(r *request, walked int) (next *tier, more bool) {
 	if r.use.verify {
 		s.listChecks(r)
