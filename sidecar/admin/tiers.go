@@ -83,7 +83,7 @@ type TiersResult struct {
 func (r TiersResult) WriteTable(w io.Writer) error {
 	if len(r.Tiers) == 0 {
 		_, err := fmt.Fprintln(w,
-			"no tiers: the arena is all there is (see --disk, --redis, --s3 of lookaside serve)")
+			"no tiers: the arena is all there is (see --dax, --disk, --redis, --s3 of lookaside serve)")
 		return err
 	}
 	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)

@@ -122,7 +122,7 @@ func (e *Engine) drain(r *region) bool {
 		}
 	}
 	if r.leased != 0 || r.free+r.spoiled != len(r.slots) {
-		panic(fmt.Sprintf("tiers: an emptied region has %d of %d slots free, %d leased", r.free,
+		panic(fmt.Sprintf("engine: an emptied region has %d of %d slots free, %d leased", r.free,
 			len(r.slots), r.leased))
 	}
 	e.stats.Recarved++

@@ -43,7 +43,7 @@ const (
 // unfinished.
 func (e *Engine) fail(why string) {
 	e.debug.failed = true
-	panic("tiers: " + why)
+	panic("engine: " + why)
 }
 
 // unlock ends a call.

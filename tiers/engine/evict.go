@@ -85,7 +85,7 @@ func (c *class) nextOpen(first int) *region {
 			return r
 		}
 	}
-	panic("tiers: a class counts free slots that its regions have not")
+	panic("engine: a class counts free slots that its regions have not")
 }
 
 // take makes a free slot of a region one that is being filled.

@@ -130,7 +130,7 @@ func (x *index) place(w uint64) (*table, uint32) {
 			}
 		}
 	}
-	panic("tiers: an indexed page has no entry")
+	panic("engine: an indexed page has no entry")
 }
 
 func (x *index) insert(tag, ref uint32) { x.cur.insert(entry(tag, ref)) }

@@ -87,7 +87,7 @@ func (t *tally) sub(ref uint32) {
 	i := t.find(ref)
 	x := &t.entries[i]
 	if x.value == 0 {
-		panic("tiers: an owner ends a lease that it was not counted for")
+		panic("engine: an owner ends a lease that it was not counted for")
 	}
 	if x.value--; x.value == 0 {
 		t.removeAt(i)

@@ -163,6 +163,9 @@ func (o *owner) move(ref uint32) {
 // check compares a policy's books with the owner's.
 func (o *owner) check() error {
 	b, queues, sizes, ghosts := innards(o.p)
+	if b == nil {
+		return nil
+	}
 	offered := 0
 	for _, ref := range o.refs {
 		n := b.note(ref)
@@ -241,6 +244,8 @@ func (o *owner) check() error {
 	return nil
 }
 
+// innards returns what check compares. A policy that is not named here is tested by its victims
+// alone.
 func innards(p Policy) (*books, []queue, []int, *ghosts) {
 	switch p := p.(type) {
 	case *lru:
@@ -256,7 +261,7 @@ func innards(p Policy) (*books, []queue, []int, *ghosts) {
 	case *adaptive:
 		return &p.books, p.queues[:], nil, &p.gone
 	}
-	panic(p.Name())
+	return nil, nil, nil, nil
 }
 
 // TestHistories: random histories of an owner of prefixes, with leases, clearing, and regions that

@@ -23,8 +23,9 @@ const (
 	SlotMask = 1<<SlotBits - 1
 )
 
-// Policy is one order of eviction. All methods but Grow, Shrink and Work take amortised constant or
-// logarithmic time and allocate nothing once the policy has grown.
+// Policy is one order of eviction. All methods but Grow, Shrink, Work and Read take amortised
+// constant or logarithmic time; Read is linear in its refs. All but Grow, Shrink and Work allocate
+// nothing once the policy has grown.
 type Policy interface {
 	// Name returns the name that New takes.
 	Name() string
@@ -60,7 +61,7 @@ type Policy interface {
 	// Victim returns the offered slot that should leave first. It stays until Leave. The call may
 	// change the policy's state, for example when a second chance is given.
 	Victim() (ref uint32, ok bool)
-	// Work does up to n small steps of deferred work (adaptive's trials), which keeps them out of
+	// Work does up to n small steps of deferred work (adaptive's samples), which keeps them out of
 	// the owner's critical path. The owner calls it now and then.
 	Work(n int)
 }

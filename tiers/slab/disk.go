@@ -335,18 +335,17 @@ func (d *Disk) slabOf(region uint32) *slab {
 	return d.byRegion[region]
 }
 
-// found returns the space of a recovered chunk, which the caller releases, or nil if there is no
-// room for it.
-func (d *Disk) found(fp tiers.Fingerprint, g tiers.Geometry) *space {
+// found returns the space of a recovered chunk, which the caller releases. It fails if there is no
+// room for another space, or if the space is known with another geometry.
+func (d *Disk) found(fp tiers.Fingerprint, g tiers.Geometry) (*space, error) {
 	if d.arena == nil {
-		s, _ := d.space(fp, g, true)
-		return s
+		return d.space(fp, g, true)
 	}
 	id, err := d.engine.RecoverSpace(fp, g)
 	if err != nil {
-		return nil
+		return nil, err
 	}
-	return &space{id: id, g: normal(g), print: fp}
+	return &space{id: id, g: normal(g), print: fp}, nil
 }
 
 // spaceByID returns what is known of a space that has chunks, or nil.

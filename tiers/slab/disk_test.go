@@ -14,6 +14,9 @@ import (
 	"testing"
 	"time"
 
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
+
 	"lookaside/dax"
 	"lookaside/tiers"
 	"lookaside/tiers/slab/media"
@@ -471,6 +474,42 @@ func TestManySpaces(t *testing.T) {
 		} else if err := d.Drop(t.Context(), run); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// TestSpacesWithoutRoom: a store that is opened with room for fewer spaces than it has logs and
+// counts what it drops.
+func TestSpacesWithoutRoom(t *testing.T) {
+	t.Parallel()
+	o := testOptions(vfstest.NewMem())
+	d := mustOpen(t, o)
+	for i := range 5 {
+		space := &tiers.Space{Fingerprint: tiers.FingerprintOf([]byte{byte(i)}),
+			Geometry: testGeometry}
+		run := tiers.Run{Space: space, Hashes: make([]byte, 32)}
+		d.Store(t.Context(), []tiers.Transfer{{Run: run, Bytes: make([]byte, 5000)}},
+			func(_ int, err error) {
+				if err != nil {
+					t.Fatalf("space %d: %v", i, err)
+				}
+			})
+	}
+	if err := d.Close(); err != nil {
+		t.Fatal(err)
+	}
+	core, logs := observer.New(zap.InfoLevel)
+	o.MaxSpaces, o.Log = 3, zap.New(core)
+	mustOpen(t, o)
+	if n := logs.FilterMessageSnippet("chunks of a space are dropped").Len(); n != 2 {
+		t.Errorf("%d spaces are logged as dropped, want 2", n)
+	}
+	opened := logs.FilterMessage("opened").All()
+	if len(opened) != 1 {
+		t.Fatalf("%d lines \"opened\"", len(opened))
+	}
+	fields := opened[0].ContextMap()
+	if fields["chunks"] != int64(3) || fields["spaceless"] != int64(2) {
+		t.Errorf("opened with %v", fields)
 	}
 }
 

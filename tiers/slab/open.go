@@ -181,17 +181,17 @@ func (d *Disk) slabBytes(capacity int64) int64 {
 	return min(max(capacity/32, minSlabBytes), maxSlabBytes)
 }
 
-// survey finds the existing slabs, brings the directories to their sizes, and returns the carved
-// slabs.
+// survey finds the slab files, drops those beyond the capacity, makes missing ones, and returns
+// those that are carved for a geometry.
 func (d *Disk) survey() (found []*slab, err error) {
 	want := d.slabBytes(d.o.CapacityBytes)
 	numbers := make([][]uint32, len(d.dirs))
-	there := 0 // one for each directory that has none
+	atLeast := 0 // slabs, counting each directory as one at least
 	for i, dir := range d.dirs {
 		if numbers[i], err = slabNumbers(d.o.FS, dir.path); err != nil {
 			return nil, fmt.Errorf("disk tier in %s: %w", dir.path, err)
 		}
-		there += max(len(numbers[i]), 1)
+		atLeast += max(len(numbers[i]), 1)
 	}
 	headers := map[*place]media.Header{}
 	places := make([][]*place, len(d.dirs))
@@ -199,7 +199,7 @@ func (d *Disk) survey() (found []*slab, err error) {
 	free, wanting := maxSlabs, 0 // slabs that may still be made, directories that need some
 	for i, dir := range d.dirs {
 		left[i] = dir.bytes
-		most := max(maxSlabs/len(d.dirs), maxSlabs-there+max(len(numbers[i]), 1))
+		most := max(maxSlabs/len(d.dirs), maxSlabs-atLeast+max(len(numbers[i]), 1))
 		for _, n := range numbers[i] {
 			p := &place{home: dir, index: n}
 			h, err := d.look(p, want)
@@ -405,7 +405,7 @@ func (d *Disk) recover(slabs []*slab) error {
 	}
 	d.commits.Store(last)
 	chunks := d.engine.EndRestore()
-	bad, doubtful := 0, 0
+	bad, doubtful, spaceless := 0, 0, 0
 	for i, s := range slabs {
 		f := &found[i]
 		if f.err == nil {
@@ -415,12 +415,12 @@ func (d *Disk) recover(slabs []*slab) error {
 			d.giveUp(s, f.err)
 			continue
 		}
-		bad, doubtful = bad+f.bad, doubtful+f.dropped
+		bad, doubtful, spaceless = bad+f.bad, doubtful+f.dropped, spaceless+f.spaceless
 	}
 	d.log.Info("opened", zap.Strings("directories", d.o.Dirs), zap.Int("slabs", len(d.places)),
 		zap.Int("blank", int(d.blank.Load())),
 		zap.Int("chunks", chunks), zap.Int("damaged", bad), zap.Int("unfinished", doubtful),
-		zap.Duration("in", time.Since(d.start)))
+		zap.Int("spaceless", spaceless), zap.Duration("in", time.Since(d.start)))
 	return nil
 }
 
@@ -430,6 +430,8 @@ type findings struct {
 	last    uint64 // the highest commit number
 	bad     int    // entries that do not match their checksums
 	dropped int    // entries in doubt whose data is wrong
+	// entries of spaces that could not be opened; they are dropped
+	spaceless int
 }
 
 // doubt is an entry that may not have been durable.
@@ -456,7 +458,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 		batch           = make([]engine.Restored, 0, restoreBatch)
 		doubts []doubt
 		stable = s.header.Stable
-		spaces = map[tiers.Fingerprint]*space{} // nil: there is no room for it
+		spaces = map[tiers.Fingerprint]*space{} // nil: it cannot be opened
 		last   *space
 		ppc    = s.layout.Geometry.PagesPerChunk
 		sums   = s.sums.Slice()
@@ -493,10 +495,16 @@ func (d *Disk) restore(s *slab, out *findings) error {
 			if last == nil || last.print != e.Space {
 				sp, known := spaces[e.Space]
 				if !known {
-					sp = d.found(e.Space, s.layout.Geometry)
+					var err error
+					if sp, err = d.found(e.Space, s.layout.Geometry); err != nil {
+						d.log.Warn("a slab's chunks of a space are dropped: it cannot be opened",
+							zap.String("slab", s.place.name()),
+							zap.String("space", e.Space.Short()), zap.Error(err))
+					}
 					spaces[e.Space] = sp
 				}
 				if last = sp; sp == nil {
+					out.spaceless++
 					drop(slot)
 					return nil
 				}
