@@ -1,6 +1,14 @@
 package connector
 
-import "context"
+import (
+	"context"
+	"time"
+)
 
 // RetractRegionUntil is RetractRegion with patience until ctx is done.
 func (s *Server) RetractRegionUntil(ctx context.Context, id uint32) { s.retractRegion(ctx, id) }
+
+// Heard returns when the client of a session last sent something.
+func (s *Server) Heard(session uint64) time.Time {
+	return s.findSession(session).silentSince(time.Time{})
+}

@@ -14,10 +14,10 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// A client sends something at least once a second: a Ping if there is nothing else. A client that
-// holds slots and has sent nothing for Config.FrozenAfter is frozen: its process is stopped, or its
-// threads are stuck. It lives, so it keeps what it holds. The engine is told by
-// engine.Engine.SetFrozen, so that the other clients share the rest, and the operator by the log.
+// A client sends something at least once a second, on its session or on a lookup socket: a Ping if
+// there is nothing else. A client that holds slots and has sent nothing for Config.FrozenAfter is
+// frozen: its process is stopped, or its threads are stuck. It lives, so it keeps what it holds.
+// engine.Engine.SetFrozen has the other clients share the rest, and the log warns the operator.
 // Sessions that linger count as frozen, because their clients live and hold what they held.
 
 // defaultFrozenAfter is three heartbeats of a client.
@@ -127,8 +127,17 @@ func (ses *session) silentSince(before time.Time) time.Time {
 	return before
 }
 
-// hear notes that the client has sent something now.
+// hear notes that the client has sent something now. The session's goroutine calls it.
 func (ses *session) hear() { ses.heard.Store(int64(time.Since(ses.since))) }
+
+// hearLookup is hear for the goroutine that owns the lookup sockets. It has no effect while the
+// session's goroutine handles a message.
+func (ses *session) hearLookup() {
+	if heard := ses.heard.Load(); heard != handling {
+		// If it fails, the session's goroutine has heard something newer.
+		ses.heard.CompareAndSwap(heard, int64(time.Since(ses.since)))
+	}
+}
 
 // processState returns, in words for people, the state that the kernel reports of a process.
 func processState(pid int32) string {

@@ -73,6 +73,7 @@ func (s *Server) asker(session uint64, secret []byte) *session {
 	case subtle.ConstantTimeCompare(secret, ses.secret) == 0:
 		s.count.fail(KindForged)
 	default:
+		ses.hearLookup()
 		return ses
 	}
 	return nil

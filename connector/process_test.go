@@ -347,6 +347,38 @@ func TestFrozenClientsLeaveRoom(t *testing.T) {
 	serve()
 }
 
+// A scheduler that only looks up is not silent. What strangers send in its name does not count.
+func TestSchedulerThatLooksUpIsNotSilent(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	w := r.worker(workerHello("e"))
+	s := r.scheduler(schedulerHello("e"))
+	p := onePrefix(1)
+	w.store(p, 0, 16)
+	bad := r.stranger(t, s)
+	session := s.ses.Welcome.Session
+	heard := func() time.Time { return r.server.Heard(session) }
+	wants := func(what string, send func()) {
+		t.Helper()
+		before := time.Now()
+		send()
+		r.eventually(what, func() bool { return heard().After(before) })
+	}
+	var id uint64
+	wants("a lookup is heard", func() { id, _ = s.lookup(p, 0, 16) })
+	wants("a trim is heard", func() { s.trim(id, 8) })
+	wants("a cancel is heard", func() { s.cancel(id) })
+
+	last := heard()
+	for i, secret := range bad.guesses() {
+		bad.send(&wire.Cancel{Session: session, Secret: secret, Lookup: id})
+		r.eventually("the stranger is refused",
+			func() bool { return r.errorCount("forged") == uint64(i+1) })
+	}
+	if now := heard(); !now.Equal(last) {
+		t.Errorf("strangers were taken for the scheduler: heard at %v, and then at %v", last, now)
+	}
+}
+
 // A frozen client keeps what it holds, because it lives; others notice nothing, also while the
 // arena grows.
 func TestFrozenClient(t *testing.T) {

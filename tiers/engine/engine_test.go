@@ -518,6 +518,59 @@ func TestFrozenOwners(t *testing.T) {
 	}
 }
 
+// TestFrozenOwnerGoesOn: an owner that was frozen has its whole share again as soon as it looks up,
+// stores or loads, or a worker loads what it looked up.
+func TestFrozenOwnerGoesOn(t *testing.T) {
+	const slots, pages, worker = 10, 8, 2
+	for name, goOn := range map[string]func(b *bench, p []byte){
+		"looks up again": func(b *bench, p []byte) {
+			b.ok(b.e.Cancel(me, 1))
+			b.wantHits(pages, p)
+		},
+		"looks up something else": func(b *bench, p []byte) {
+			b.wantHits(2, numbered(2, 2))
+		},
+		"stores": func(b *bench, p []byte) {
+			b.ok(b.e.Cancel(me, 1))
+			if res, _ := b.store(numbered(3, slots-1)); res.Shed != 0 {
+				b.t.Errorf("%+v", res)
+			}
+		},
+		"a worker loads": func(b *bench, p []byte) {
+			b.ok(b.e.AddOwner(worker, b.sp))
+			load, _, err := b.e.PrepareLoad(worker, me, 1, 0, pages, nil)
+			b.ok(err)
+			b.e.SetFrozen([]Owner{worker})
+			b.wantHits(2, numbered(2, 2)) // what frozen owners leave
+			if n, err := b.e.Lookup(me, 2, 0, numbered(2, 2)); n != 2 || err != nil {
+				b.t.Errorf("%d pages hit: %v", n, err)
+			}
+			_, _, err = b.e.PrepareLoad(worker, me, 2, 0, 2, nil)
+			b.ok(err)
+			b.ok(b.e.Release(worker, load, nil))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench(t, slots, 1, Config{})
+			p := numbered(1, pages)
+			b.store(p)
+			b.store(numbered(2, 2))
+			if n, err := b.e.Lookup(me, 1, 0, p); n != pages || err != nil {
+				t.Fatal(n, err)
+			}
+			b.e.SetFrozen([]Owner{me})
+			if st := b.e.Stats(); st.Frozen != 1 || st.FrozenSlots != pages {
+				t.Fatalf("%+v", st)
+			}
+			goOn(b, p)
+			if st := b.e.Stats(); st.Frozen != 0 || st.FrozenSlots != 0 {
+				t.Errorf("%d owners are frozen with %d slots", st.Frozen, st.FrozenSlots)
+			}
+			b.ok(b.e.Check())
+		})
+	}
+}
+
 // TestColdRegionChangesGeometry: at the arena's limit a new geometry gets the coldest region, not
 // one in use; below it, it waits first.
 func TestColdRegionChangesGeometry(t *testing.T) {

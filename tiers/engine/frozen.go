@@ -6,6 +6,9 @@ package engine
 // each at most Config.OwnerShare. If all of them freeze, that much is gone. From SetFrozen on, both
 // are shares of what is left, so new owners are served. If these freeze as well, some is left
 // again.
+//
+// A frozen owner that looks up, stores or loads is frozen no longer. Otherwise it would get only a
+// share of what it does not hold itself, until the next SetFrozen.
 
 // OwnerStats is what an owner holds.
 type OwnerStats struct {
@@ -25,8 +28,9 @@ func (e *Engine) Owner(o Owner) (OwnerStats, bool) {
 		Stores: ow.stores}, true
 }
 
-// SetFrozen names the owners that have frozen, instead of those named before. Unknown owners are
-// passed over. Its cost depends on what the owners hold.
+// SetFrozen names the owners that have frozen, instead of those named before. Each stays frozen
+// until it looks up, stores or loads, or until SetFrozen no longer names it. Unknown owners are
+// passed over. The cost of SetFrozen depends on what the owners hold.
 func (e *Engine) SetFrozen(owners []Owner) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -39,6 +43,14 @@ func (e *Engine) SetFrozen(owners []Owner) {
 		}
 	}
 	e.countFrozen()
+}
+
+// unfreeze records that an owner goes on. It has no effect if the owner is not frozen.
+func (e *Engine) unfreeze(ow *owner) {
+	if ow.frozen {
+		ow.frozen = false
+		e.countFrozen()
+	}
 }
 
 // countFrozen counts the slots that frozen owners have.

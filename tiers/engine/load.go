@@ -54,6 +54,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 				s.chunk, lookup)
 		}
 	}
+	e.unfreeze(ow)
+	e.unfreeze(x.owner) // else the slots that change hands would make the share smaller
 	if err := e.claimAll(ow, slots); err != nil {
 		return 0, out, err
 	}
@@ -104,8 +106,9 @@ func (e *Engine) claimAll(ow *owner, slots []uint32) error {
 			for _, taken := range slots[:i] {
 				e.tally(ow, taken).sub(taken)
 			}
-			return fmt.Errorf("%w: owner %d has leases on %d slots", tiers.ErrBusy, ow.id,
-				e.tally(ow, ref).n)
+			return fmt.Errorf("%w: owner %d has leases on %d slots, wants %d and may have %d",
+				tiers.ErrBusy, ow.id, e.tally(ow, ref).n, len(slots),
+				e.regions[ref>>recordBits].class.limit)
 		}
 	}
 	return nil

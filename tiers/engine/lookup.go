@@ -73,6 +73,7 @@ func (e *Engine) lookUp(o Owner, lookup uint64, firstPage int, hashes []byte) (p
 	if err != nil {
 		return 0, nil, err
 	}
+	e.unfreeze(ow)
 	if x := ow.lookups[lookup]; x != nil {
 		e.endLease(x)
 	}

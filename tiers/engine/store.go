@@ -58,6 +58,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 		return StoreResult{}, out, fmt.Errorf("%w: owner %d has %d stores", tiers.ErrBusy, o,
 			ow.stores)
 	}
+	e.unfreeze(ow)
 	e.idx.migrate(migrateStep)
 	refs := e.scratch.refs[:w.chunks]
 	if err := e.probeWithRoom(ow, &w, refs, nil, nil); err != nil {
