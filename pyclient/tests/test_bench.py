@@ -12,7 +12,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from bench import attach, ttft  # noqa: E402
+from bench import attach, busy, ttft  # noqa: E402
 from bench._report import Case, Report  # noqa: E402
 
 KEYS = ["name", "value", "unit", "limit", "ratio", "spread"]
@@ -151,4 +151,36 @@ def test_ttft_pairs_rounds(capsys: pytest.CaptureFixture[str]):
         0.05,
         0.1,
         2.0,
+    ]
+
+
+def test_busy_counts_steps_by_a_streams_tokens():
+    times = [1.0, 2.0, 3.0, 4.0]
+    assert busy.steps_between(times, 1.5, 2.99) == 2  # the token of the same step came after
+    assert busy.steps_between(times, 1.5, 3.01) == 2  # or before
+    assert busy.steps_between(times, 0.5, 4.2) == 4
+    assert busy.steps_between(times, 2.9, 2.95) == 1
+
+
+def test_busy_counts_the_tokens_of_a_line():
+    assert busy.tokens_in(b'data: {"choices": [{"token_ids": [5, 6]}]}\n') == 2
+    assert busy.tokens_in(b'data: {"choices": [{"token_ids": null}]}\n') == 0
+    assert busy.tokens_in(b"\n") == busy.tokens_in(b"data: [DONE]\n") == 0
+    with pytest.raises(RuntimeError, match="no room"):
+        busy.tokens_in(b'data: {"error": "no room"}\n')
+
+
+def test_busy_pairs_sides(capsys: pytest.CaptureFixture[str]):
+    series = {
+        "hit.4.500": {"connector": [0.2, 0.4], "plain": [0.1, 0.4]},
+        "steps.hit.4.500": {"connector": [2.0, 3.0], "plain": [2.0, 2.0]},
+        "streams.4": {"connector": [99.0], "plain": [100.0]},
+    }
+    cases = printed(busy.figures(series, 1, 2), capsys)
+    assert [(case["unit"], case["ratio"]) for case in cases.values()] == [
+        ("s", 1.2),
+        ("steps", 1.25),
+        ("1/s", 0.99),
+        ("hits", None),
+        ("prompts", None),
     ]
