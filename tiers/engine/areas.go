@@ -5,8 +5,9 @@ import (
 	"slices"
 )
 
-// How geometries share the arena. A region of AddRegion is an area. Stores carve it piece by piece,
-// each piece (a region to the rest of the engine) for one geometry. A geometry that needs slots
+// How geometries share the arena. The caller's region (AddRegion) is called an area here.
+// Stores carve it piece by piece, each piece for one geometry. All other files call a piece a
+// region. A geometry that needs slots
 // takes the first of these that there is:
 //
 //  1. Memory that is not carved.

@@ -206,8 +206,8 @@ func (t *route) isWhole(bit uint8) bool { return t.whole&bit != 0 }
 
 func (t *route) isPart(bit uint8) bool { return t.part&bit != 0 }
 
-// push appends to a queue of at most limit entries that are not void; of the others it keeps at
-// most as many.
+// push appends an entry. The queue holds at most limit valid entries and at most limit void ones.
+// When it is full, push removes the void ones.
 func (e *Engine) push(f *fifo, limit int, in func(*route, uint8) bool, bit uint8, x queued) {
 	if len(f.entries) == cap(f.entries) && f.head > 0 || len(f.entries) >= 2*limit {
 		n := 0
@@ -283,8 +283,9 @@ func (e *Engine) reuse(ref uint32) {
 	}
 }
 
-// admitPromoted queues what came up from a tier for those above it that admit what is stored, for
-// all that admit what is used again, and for the arena itself, if that has it in no other slot.
+// admitPromoted queues a promoted chunk for three kinds of tiers: those above its source that admit
+// what is stored, all that admit what is used again, and the arena itself unless another slot of it
+// has the chunk.
 func (e *Engine) admitPromoted(ref uint32, from int) {
 	tiers := e.cascades.stored
 	if t := e.route(ref); t != nil && from >= 0 && from < len(e.cfg.Tiers) {
@@ -495,9 +496,10 @@ func (e *Engine) chill(bit uint8) uint32 {
 		e.admit(ref, e.cascades.evicted&^bit)
 		e.cool(c, ref)
 		if t.held&bit == 0 {
-			if t.part&bit != 0 { // as a victim of before; of whole chunks none waits any more
+			if t.part&bit != 0 {
+				// The slot was a victim before and waits as a partly filled chunk. Its old entry
+				// goes: it would become valid again when the slot is queued next.
 				q := &e.cascades.queues[bits.TrailingZeros8(bit)]
-				// or its entry would be good again when the slot comes to wait again
 				q.part.forget(ref)
 				t.part &^= bit
 				q.queued--

@@ -34,8 +34,9 @@ const (
 // returns where to go on; -1: at the end. Digests are copied into buf, which is returned for its
 // reuse; the moves are valid until its bytes change.
 //
-// Slots in use are left for another time. With leased only those are that are being filled or
-// extended: leases stay with the old slot, which becomes free when the last of them ends. Nothing
+// Slots in use are left for another time. If leased is set, only slots that are being filled or
+// extended are skipped. Leased slots are moved too; their leases stay with the old slot, which
+// becomes free when the last of them ends. Nothing
 // is evicted for a move. ErrBusy, with nothing appended: no slot elsewhere is free; ErrNotFound:
 // there is no such region, or it is not drained.
 func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte,

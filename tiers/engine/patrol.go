@@ -73,7 +73,7 @@ func (e *Engine) NextUnsummed(buf []byte) (Verification, []byte, bool) {
 	return Verification{}, buf, false
 }
 
-// of is how many pages of a slot the checksum is of; 0 if it is of something else.
+// of returns how many pages of s the checksum covers. 0 means that it belongs to another content.
 func (c *chunkSum) of(s *slot) int {
 	if c.gen != s.gen || c.pages != s.pages {
 		return 0

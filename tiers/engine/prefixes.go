@@ -3,7 +3,8 @@ package engine
 // Prefixes: which slot continues which. A held slot knows its parent, the slot of the chunk before,
 // if that was held when the slot came, and the first of its own continuations.
 
-// kin is what a slot hangs on, and what hangs on it.
+// kin links a slot to its parent (the chunk before it) and to its children (the chunks that
+// continue it).
 type kin struct {
 	parent    uint32 // the slot of the chunk before, if it was held when this one came
 	parentGen uint32 // generation of parent; another one there now means that the parent is gone

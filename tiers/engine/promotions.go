@@ -280,9 +280,9 @@ func (p *promoter) lease(i int, idle bool, c *PromotedChunk) uint32 {
 	return ref
 }
 
-// promote is lease for a chunk that the arena has not whole. It leases, in this order, a shorter
-// version that is no shorter than what the tier has, a slot that is filled with the chunk already,
-// or a new one.
+// promote leases a slot for a chunk that the arena does not hold whole. It takes the first of: a
+// held part that is at least as long as the tier's, a slot that is being filled with this chunk, a
+// new slot.
 func (p *promoter) promote(i int, c *PromotedChunk) uint32 {
 	e, w := p.e, &p.w
 	start := w.start(i)

@@ -25,8 +25,8 @@ const (
 	// the bytes of the slot are pending. Filling, it is promoting; ready, it is unverified: see the
 	// methods of these names
 	pending
-	// ready, promoted while a store was first with the same chunk: freed when nobody uses it, if
-	// that still is there
+	// ready, and a store committed the same chunk during this promotion: freed after its last use
+	// if the stored slot still holds the chunk
 	twin
 	// ready, used since it was stored or grew, and queued for the tiers that admit that
 	reused

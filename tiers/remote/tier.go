@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// maxVariants bounds how many of the chunks that begin with one page are read to find one that
-	// has more pages than the names say.
+	// maxVariants bounds the headers that one lookup reads to find a chunk whose first pages match
+	// although its name does not show it.
 	maxVariants = 64
 	// window is how many names one request asks for.
 	window = 512
