@@ -31,6 +31,13 @@ const (
 	eventPages = 1024
 	// unknownPatience is how often the publisher checks whether undeclared spaces were declared.
 	unknownPatience = time.Second
+	// eventQueue is how many batches wait for a subscriber that does not read before it loses the
+	// oldest: at least the changes of 10 s. They count for the 64 MiB of events.buffer_steps.
+	eventQueue = 1000
+	// eventInterval is how long changes are collected into one batch. A router that learns of a
+	// page 10 ms late loses nothing, since a prefill takes longer. Batches of single pages would
+	// cost subscribers more than the pages.
+	eventInterval = 10 * time.Millisecond
 )
 
 // events publishes what the arena holds.
@@ -87,7 +94,7 @@ func newEvents(cfg settings.EventsConfig, e *engine.Engine,
 	}
 	pub, err := ipc.NewEventPublisher(ipc.EventOptions{
 		Endpoint: cfg.Endpoint, Bind: cfg.Binds(), ReplayEndpoint: cfg.ReplayEndpoint, Token: token,
-		BufferSteps: cfg.BufferSteps, HWM: cfg.HWM, Log: log,
+		BufferSteps: cfg.BufferSteps, HWM: eventQueue, Log: log,
 	}, src)
 	if err != nil {
 		return nil, err
@@ -133,7 +140,7 @@ func (ev *events) run(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(ev.src.cfg.Interval):
+		case <-time.After(eventInterval):
 		}
 		ev.pub.Wake()
 	}

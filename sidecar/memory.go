@@ -35,6 +35,10 @@ const (
 	// leastGo is the least limit of Go's heap. Below it, collecting garbage would take all
 	// processors.
 	leastGo = 32 << 20
+	// hintBytes bounds the memory for what other sidecars hold. A page takes 21 to 43 bytes, so
+	// there is room for some 12 million pages of 16 tokens: more than the arenas of one host hold.
+	// The table begins small and grows with what is held, so a lower limit saves nothing.
+	hintBytes = 512 << 20
 	// leastHints is the least limit of hints.
 	leastHints = 1 << 20
 	// lookupBytes bounds the unfinished and unread messages of the lookups' connections. A burst of
@@ -46,6 +50,12 @@ const (
 	// leastReserve stays free when the arena grows.
 	leastReserve = 16 << 20
 )
+
+// shares are limits of what parts of the sidecar may take, in bytes.
+type shares struct {
+	lookups int64 // the lookups' connections
+	hints   int64 // what other sidecars hold
+}
 
 // ownMemory returns how much memory the sidecar may take beside the arena and its index.
 func ownMemory(c *settings.Config) int64 {
@@ -66,33 +76,34 @@ func reserve(c *settings.Config) int64 {
 }
 
 // shareMemory keeps the sidecar within the limits of its control groups, if any. It limits Go's
-// heap, unless GOMEMLIMIT does, and peers.hints_limit. arenaBytes is the memory that the arena has
-// not taken yet. It returns the limit, in bytes, of what the lookups' connections may hold.
-func shareMemory(c *settings.Config, arenaBytes int64, log *zap.Logger) (lookups int64, err error) {
+// heap, unless GOMEMLIMIT does, and returns the limits of other parts. arenaBytes is the memory
+// that the arena has not taken yet.
+func shareMemory(c *settings.Config, arenaBytes int64, log *zap.Logger) (shares, error) {
+	s := shares{lookups: lookupBytes, hints: hintBytes}
 	free, limited, err := dax.GroupMemory()
 	if err != nil || !limited {
-		return lookupBytes, err
+		return s, err
 	}
 	free -= arenaBytes + arenaBytes/indexShare
-	lookups = min(lookupBytes, max(free/4, leastLookups))
-	free -= lookups
+	s.lookups = min(lookupBytes, max(free/4, leastLookups))
+	free -= s.lookups
 	if c.Peers.Enabled {
 		// While their table grows, hints take half as much again.
-		if most := max((free-ownMemory(c))/3, leastHints); c.Peers.HintsLimit > most {
-			c.Peers.HintsLimit = most
-			log.Info("peers.hints_limit is lowered to what the control group has room for",
+		if most := max((free-ownMemory(c))/3, leastHints); s.hints > most {
+			s.hints = most
+			log.Info("the memory for what other sidecars hold is limited to what the control group has room for",
 				zap.String("to", bytesize.Format(most)))
 		}
-		free -= c.Peers.HintsLimit * 3 / 2
+		free -= s.hints * 3 / 2
 	}
 	if os.Getenv("GOMEMLIMIT") != "" {
-		return lookups, nil
+		return s, nil
 	}
 	limit := max(goMemory()+free-outsideGo, leastGo)
 	debug.SetMemoryLimit(limit)
 	log.Info("Go's heap is limited to what the control group has room for",
 		zap.String("to", bytesize.Format(limit)))
-	return lookups, nil
+	return s, nil
 }
 
 // goMemory returns Go's memory as its limit counts it.

@@ -30,6 +30,10 @@ const (
 	maxPeerRegions = 1024
 	// maxBorrowers is how many sidecars may borrow at a time, each with an owner for each space.
 	maxBorrowers = 64
+	// borrowedSlots is the most chunks of one geometry that are borrowed at a time. It bounds the
+	// engine's tables of them: some 100 bytes for a chunk, taken once it is borrowed. With chunks
+	// of 16 pages of 16 tokens these are 16 million tokens, more than the requests that run have.
+	borrowedSlots = 65536
 	// returnEvery is the interval of checks whether all loans in a leaving region were returned.
 	returnEvery = 5 * time.Millisecond
 )
@@ -89,13 +93,14 @@ func newPeers(cfg *settings.Config, log *zap.Logger) *peers {
 		ids: map[peerRegion]uint32{}, next: firstPeerRegion, regions: map[uint32]*foreignRegion{}}
 }
 
-// start looks for other sidecars. Nothing is lent before the arena's regions are added.
-func (p *peers) start(cfg *settings.Config, generation uint64, e *engine.Engine, s *stack.Stack,
-	server *connector.Server) (err error) {
+// start looks for other sidecars. hintLimit bounds the memory for what they hold. Nothing is lent
+// before the arena's regions are added.
+func (p *peers) start(cfg *settings.Config, hintLimit int64, generation uint64, e *engine.Engine,
+	s *stack.Stack, server *connector.Server) (err error) {
 	p.engine, p.stack, p.server = e, s, server
 	p.peer, err = peer.Start(peer.Config{
 		Dir: cfg.Peers.Dir, Generation: generation, Engine: e, Log: p.log,
-		HintsLimitBytes: cfg.Peers.HintsLimit, MaxPages: cfg.Lookup.MaxPages,
+		HintsLimitBytes: hintLimit, MaxPages: cfg.Lookup.MaxPages,
 		Verify: s.VerifyRun, OnRegion: p.onRegion, OnRegionGone: p.onRegionGone, OnGone: s.PeerGone,
 	})
 	if err != nil {

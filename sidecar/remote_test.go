@@ -92,7 +92,7 @@ func TestAPrefixIsSharedOverRemoteTiers(t *testing.T) {
 	redis.start(t)
 	bucket.start(t)
 	for _, tc := range []struct{ name, flag string }{
-		{"redis", redisFlag + "&split=64K"},
+		{"redis", redisFlag},
 		{"redis, lossless", redisFlag + "&serde=lossless&prefix=other"},
 		{"s3", "--s3=s3://kv-cache/here?region=us-east-1&endpoint=http://" + addr},
 	} {

@@ -44,6 +44,7 @@ type Daemon struct {
 	stack    *stack.Stack
 	server   *connector.Server
 	lookups  *ipc.LookupSockets
+	shares   shares // set by openMemory
 	arena    arena.Arena
 	admin    *admin.Server
 	events   *events    // nil: not published
@@ -74,8 +75,7 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 		}
 	}()
 
-	lookupHeap, err := d.openMemory()
-	if err != nil {
+	if err = d.openMemory(); err != nil {
 		return nil, err
 	}
 	bell, metrics := stack.NewBell(), admin.NewMetrics(cfg.Tiers)
@@ -92,7 +92,7 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 	if err = ctx.Err(); err != nil {
 		return nil, err
 	}
-	if err = d.openSockets(lookupHeap, metrics); err != nil {
+	if err = d.openSockets(metrics); err != nil {
 		return nil, err
 	}
 	d.run(announce)
@@ -102,9 +102,9 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 	return d, nil
 }
 
-// openMemory takes the endpoint and decides what the arena is made of. It returns the limit, in
-// bytes, of what the lookups' connections may hold.
-func (d *Daemon) openMemory() (lookupHeap int64, err error) {
+// openMemory takes the endpoint and decides what the arena is made of. It also decides how much
+// memory the sidecar's own parts may take.
+func (d *Daemon) openMemory() (err error) {
 	cfg := &d.cfg
 	// The lock comes first: its holder owns the sockets and the arena's files.
 	eventFDs := 0
@@ -113,18 +113,19 @@ func (d *Daemon) openMemory() (lookupHeap int64, err error) {
 	}
 	if d.listener, err = ipc.Listen(cfg.Runtime.Dir, ipc.Options{MaxSessions: cfg.Sessions.Limit,
 		OtherFDs: eventFDs, Log: d.log.Named("ipc")}); err != nil {
-		return 0, err
+		return err
 	}
 	if d.control, err = dax.NewControl(d.generation); err != nil {
-		return 0, fmt.Errorf("control region: %w", err)
+		return fmt.Errorf("control region: %w", err)
 	}
 	if d.arena, err = arena.New(arena.Options{ArenaConfig: cfg.Arena, Control: d.control,
 		CheckMemory:  func(kind dax.Kind) error { return checkMemory(cfg, kind) },
 		ReserveBytes: func() int64 { return reserve(cfg) }, Log: d.log.Named("arena"),
 	}); err != nil {
-		return 0, err
+		return err
 	}
-	return shareMemory(cfg, d.arena.MemoryBytes(), d.log)
+	d.shares, err = shareMemory(cfg, d.arena.MemoryBytes(), d.log)
+	return err
 }
 
 // openEngine opens the tiers and makes the engine of the arena's slots.
@@ -136,7 +137,7 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 	d.peers = newPeers(cfg, d.log.Named("peers"))
 	borrowers, foreign := 0, 0
 	if d.peers != nil {
-		borrowers, foreign = maxBorrowers*cfg.Spaces.Limit, cfg.Peers.Slots
+		borrowers, foreign = maxBorrowers*cfg.Spaces.Limit, borrowedSlots
 	}
 	d.engine, err = d.arena.Begin(engine.Config{
 		Seed:          connector.RandomID(),
@@ -151,7 +152,6 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 		PromotingShare: cfg.Promotion.Share,
 		Tiers:          stack.Admissions(d.tiers),
 		PartialDelay:   cfg.Cascade.PartialDelay,
-		LowWater:       cfg.Arena.LowWater,
 		Wake:           bell.Ring,
 		JournalBytes:   cfg.Events.Journal,
 		// an arena on DAX has checksums of its own
@@ -221,15 +221,15 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 	if d.peers == nil {
 		return nil
 	}
-	return d.peers.start(cfg, d.generation, d.engine, d.stack, d.server)
+	return d.peers.start(cfg, d.shares.hints, d.generation, d.engine, d.stack, d.server)
 }
 
 // openSockets opens the sockets of clients, subscribers and operators, except those of sessions.
-func (d *Daemon) openSockets(lookupHeap int64, metrics *admin.Metrics) (err error) {
+func (d *Daemon) openSockets(metrics *admin.Metrics) (err error) {
 	cfg := &d.cfg
 	if d.lookups, err = ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
 		Limits:           d.server.Limits(),
-		HeapBytes:        int(lookupHeap),
+		HeapBytes:        int(d.shares.lookups),
 		LMCacheWorker:    cfg.LMCache.WorkerEndpoint,
 		LMCacheScheduler: cfg.LMCache.SchedulerEndpoint,
 		Log:              d.log.Named("ipc"),

@@ -211,7 +211,7 @@ var collected = []struct {
 	{"lookaside_peer_hint_bytes", "Memory of the table of pages that others are said to hold.",
 		nil},
 	{"lookaside_peer_hints_total",
-		"Changes to what others hold, by what became of them: heard from others, told to others, dropped for want of room within peers.hints_limit, found to be wrong.", []string{"kind"}},
+		"Changes to what others hold, by what became of them: heard from others, told to others, dropped for want of memory (lookaside_peer_hint_bytes), found to be wrong.", []string{"kind"}},
 	{"lookaside_peer_resyncs_total", "Times that another told everything that it holds anew.", nil},
 	{"lookaside_peer_borrows_total", "Times that others were asked for chunks.", nil},
 	{"lookaside_peer_failed_borrows_total",

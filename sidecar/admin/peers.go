@@ -18,7 +18,7 @@ type PeersStatus struct {
 
 // BorrowingStatus describes what this sidecar has borrowed. Counters are totals since the start.
 type BorrowingStatus struct {
-	Slots       int    `json:"slots" doc:"Chunks for which there are tables so far; peers.slots bounds those of a geometry."`
+	Slots       int    `json:"slots" doc:"Chunks for which there are tables so far, at most 65,536 of a geometry."`
 	Used        int    `json:"used" doc:"Chunks that are borrowed."`
 	Leased      int    `json:"leased" doc:"Of these, those in use by lookups and loads."`
 	Pages       int    `json:"pages" doc:"Pages that can be found in what is borrowed."`

@@ -113,8 +113,7 @@ func (a *memory) grow(workers Workers, size int64) error {
 	if err := dax.CheckBudget(size, kind, a.ReserveBytes()); err != nil {
 		return err
 	}
-	o := dax.Options{Kind: kind, SizeBytes: size, NUMANode: a.node, Populate: true,
-		Threads: a.PopulateThreads}
+	o := dax.Options{Kind: kind, SizeBytes: size, NUMANode: a.node, Populate: true}
 	if kind == dax.KindFile {
 		o.Path = filepath.Join(a.Path, fmt.Sprintf("lookaside-region-%04d", id))
 	}

@@ -19,20 +19,18 @@ const KindDAX dax.Kind = "dax"
 
 // ArenaConfig sizes the shared memory. Sizes are in bytes.
 type ArenaConfig struct {
-	Limit           int64
-	Kind            dax.Kind
-	Initial         int64 // never above Limit
-	Step            int64
-	GrowAt          float64 // part of the arena's slots that are in use
-	Path            string  // only for dax.KindFile: the directory of the backing files
-	NUMA            string  // "none", "auto" or a node's number
-	PopulateThreads int     // 0: one a CPU
-	Eviction        string  // name of a policy
-	LowWater        float64 // fraction of the slots
-	CheckRate       int64   // bytes a second; 0: the arena is not checked
-	CheckEvery      time.Duration
-	// DAX is only for KindDAX. Of the other fields KindDAX uses Kind, Eviction, LowWater, CheckRate
-	// and CheckEvery.
+	Limit      int64
+	Kind       dax.Kind
+	Initial    int64 // never above Limit
+	Step       int64
+	GrowAt     float64 // part of the arena's slots that are in use
+	Path       string  // only for dax.KindFile: the directory of the backing files
+	NUMA       string  // "none", "auto" or a node's number
+	Eviction   string  // name of a policy
+	CheckRate  int64   // bytes a second; 0: the arena is not checked
+	CheckEvery time.Duration
+	// DAX is only for KindDAX. Of the other fields KindDAX uses Kind, Eviction, CheckRate and
+	// CheckEvery.
 	DAX DAXDevices
 }
 
@@ -52,7 +50,7 @@ var arenaSettings = []Setting{
 	{
 		Key: "arena.kind", Default: "auto", Unit: "auto, hugetlb, thp, memfd, file or dax",
 		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd), files in arena.path, or the DAX devices of arena.dax.devices. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why. " +
-			"What an arena on DAX holds is found again after a restart or a crash; it is as large as its devices, and arena.limit, initial, step, grow_at, path, numa and populate_threads are errors with it.",
+			"What an arena on DAX holds is found again after a restart or a crash; it is as large as its devices, and arena.limit, initial, step, grow_at, path and numa are errors with it.",
 		set: func(c *Config, v string) error {
 			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd,
 				dax.KindFile, KindDAX}
@@ -99,21 +97,9 @@ var arenaSettings = []Setting{
 		},
 	},
 	{
-		Key: "arena.populate_threads", Default: "0", Unit: "threads (0: one for each CPU)",
-		onDAX:   neverOnDAX,
-		Meaning: "How many threads fault in new memory of the arena.",
-		set:     whole(0, 1024, func(c *Config) *int { return &c.Arena.PopulateThreads }),
-	},
-	{
 		Key: "arena.eviction", Default: policy.Default, Unit: choices(policy.Names()),
 		Meaning: "Which chunk leaves the arena first when there is no room. Never one whose continuation is held: a continuation without its prefix is worth nothing. lookaside simulate compares them on a trace.",
 		set:     choice(policy.Names(), func(c *Config) *string { return &c.Arena.Eviction }),
-	},
-	{
-		Key: "arena.low_water", Default: "0.125",
-		Unit:    "fraction of the arena's slots, above 0 and at most 1",
-		Meaning: "A tier with admit: evicted is written to while fewer slots than these are free, so that what is evicted then is there already.",
-		set:     fraction(func(c *Config) *float64 { return &c.Arena.LowWater }),
 	},
 	{
 		Key: "arena.check_rate", Default: "256M", Unit: "bytes a second (0: never)",
@@ -235,13 +221,12 @@ func (s Setting) isDefault(c *ArenaConfig) bool {
 
 // whyNeverOnDAX has the reason why a setting does not apply to an arena on DAX.
 var whyNeverOnDAX = map[string]string{
-	"arena.limit":            "such an arena is as large as its devices, whose sizes are set as DEVICE:SIZE in arena.dax.devices",
-	"arena.initial":          "such an arena has all of its devices from the start",
-	"arena.step":             "such an arena does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
-	"arena.grow_at":          "such an arena does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
-	"arena.path":             "its devices, or the files that stand in for them, are set in arena.dax.devices",
-	"arena.numa":             "its memory is of the node that the device is on: see lookaside status",
-	"arena.populate_threads": "the memory of a device is there, and need not be faulted in by the sidecar",
+	"arena.limit":   "such an arena is as large as its devices, whose sizes are set as DEVICE:SIZE in arena.dax.devices",
+	"arena.initial": "such an arena has all of its devices from the start",
+	"arena.step":    "such an arena does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
+	"arena.grow_at": "such an arena does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
+	"arena.path":    "its devices, or the files that stand in for them, are set in arena.dax.devices",
+	"arena.numa":    "its memory is of the node that the device is on: see lookaside status",
 }
 
 // checkDevices refuses devices that both the arena and a tier name. The one opened later would find

@@ -6,7 +6,6 @@ import (
 	"net"
 	"regexp"
 	"strings"
-	"time"
 
 	"lookaside/internal/bytesize"
 	"lookaside/ipc/wire"
@@ -22,8 +21,6 @@ type EventsConfig struct {
 	Topic          string // a template; see FillTopic
 	Hashes         wire.KVHashes
 	BufferSteps    int
-	HWM            int
-	Interval       time.Duration
 	DPRank         uint32
 	Journal        int64 // bytes; 0: there are no followers
 }
@@ -84,18 +81,8 @@ var eventsSettings = []Setting{
 	},
 	{
 		Key: "events.buffer_steps", Default: "10000", Unit: "batches",
-		Meaning: "How many batches are kept for events.replay_endpoint, within 64 MiB.",
+		Meaning: "How many batches are kept for events.replay_endpoint, within 64 MiB. A batch has up to 1,024 pages, and then some 10 or 36 KiB.",
 		set:     whole(1, 1<<24, func(c *Config) *int { return &c.Events.BufferSteps }),
-	},
-	{
-		Key: "events.hwm", Default: "1000", Unit: "batches",
-		Meaning: "How many batches wait for a subscriber that does not read, before it loses the oldest; within the 64 MiB of events.buffer_steps. A batch has up to 1,024 pages, and then some 10 or 36 KiB.",
-		set:     whole(1, 1<<24, func(c *Config) *int { return &c.Events.HWM }),
-	},
-	{
-		Key: "events.interval", Default: "10ms", Unit: "duration",
-		Meaning: "How long changes are collected into one batch.",
-		set:     duration(0, func(c *Config) *time.Duration { return &c.Events.Interval }),
 	},
 	{
 		Key: "events.data_parallel_rank", Default: "0", Unit: "rank",

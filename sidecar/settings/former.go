@@ -27,12 +27,20 @@ var formers = []former{
 	renamed("arena.allow_files", "arena.dax.allow_files"),
 	renamed("arena.hotplug", "arena.dax.hotplug"),
 	renamed("arena.slab", "arena.dax.slab"),
+	gone("arena.populate_threads"),
+	gone("arena.low_water"),
+	gone("peers.hints_limit"),
+	gone("peers.slots"),
+	gone("events.hwm"),
+	gone("events.interval"),
 }
 
 // A formerTierKey is a key that tiers of a kind had. The program chooses its value now.
 type formerTierKey struct{ kind, key string }
 
-var formerTierKeys = []formerTierKey{}
+var formerTierKeys = []formerTierKey{
+	{TierRedis, "split"},
+}
 
 // formerError returns the error for a former name of a setting, as form writes names, and nil for
 // any other name. what begins the error, and prefix every name.

@@ -10,8 +10,6 @@ import (
 type PeersConfig struct {
 	Enabled    bool
 	Dir        string // empty: beside runtime.dir
-	HintsLimit int64  // bytes
-	Slots      int    // chunks of each geometry
 	Linger     time.Duration
 	CopyAfter  int // lookups; 0: never
 	SkipStores bool
@@ -28,16 +26,6 @@ var peersSettings = []Setting{
 		derived: true,
 		Meaning: "The directory in which sidecars find each other: those that name the same share. It must be this user's, with mode 0700, for whoever may enter it may read what is held; until it is, nothing is shared, and the log says so.",
 		set:     text(func(c *Config) *string { return &c.Peers.Dir }),
-	},
-	{
-		Key: "peers.hints_limit", Default: "512M", Unit: sizeUnit,
-		Meaning: "The most memory for what others are said to hold: 21 to 43 bytes a page, which several may hold. What does not fit is not found there.",
-		set:     size(func(c *Config) *int64 { return &c.Peers.HintsLimit }),
-	},
-	{
-		Key: "peers.slots", Default: "65536", Unit: "chunks",
-		Meaning: "The most chunks of one geometry that are borrowed at a time. Memory is taken as they are used.",
-		set:     whole(16, 1<<24, func(c *Config) *int { return &c.Peers.Slots }),
 	},
 	{
 		Key: "peers.linger", Default: "2s", Unit: "duration",

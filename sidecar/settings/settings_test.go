@@ -154,8 +154,6 @@ func TestBadSettingsSayWhatIsWrong(t *testing.T) {
 			[]string{"arena.path", "arena.dax.devices"}},
 		{"numa on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
 			"--arena-numa=1"}, []string{"arena.numa", "node"}},
-		{"threads on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
-			"--arena-populate-threads=4"}, []string{"arena.populate_threads", "faulted in"}},
 		{"devices on memory", "", nil, []string{"--arena-dax-devices=/dev/dax0.0"},
 			[]string{"arena.dax.devices", "arena.kind is auto", "set arena.kind to dax"}},
 		{"hotplug on memory", "arena: {kind: memfd, dax: {hotplug: true}}", nil, nil,

@@ -69,18 +69,6 @@ var redisSettings = slices.Concat([]TierSetting{
 		},
 		serdeSetting(TierRedis, func(c *TierConfig) *string { return &c.Redis.Serde }),
 		{
-			Key: "split", Kinds: []string{TierRedis}, Default: "8M", Unit: sizeUnit,
-			Meaning: "Larger chunks are kept as several values of this size, which are sent one behind the other without waiting.",
-			set: func(c *TierConfig, v string) (err error) {
-				if c.Redis.SplitBytes, err = parseSize(v); err == nil &&
-					(c.Redis.SplitBytes < 64<<10 ||
-						c.Redis.SplitBytes > 512<<20) {
-					err = fmt.Errorf("%q is not from 64K to 512M", v)
-				}
-				return
-			},
-		},
-		{
 			Key: "pool", Kinds: []string{TierRedis}, Default: "16", Unit: "connections",
 			Meaning: "The most connections to the server (to each, in a cluster).",
 			set:     whole(1, 1024, func(c *TierConfig) *int { return &c.Redis.Pool }),

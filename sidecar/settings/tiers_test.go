@@ -32,7 +32,6 @@ const threeTiers = `tiers:
     cert_file: /cert.pem
     key_file: /key.pem
     ttl: 24h
-    split: 4M
     pool: 7
   - kind: s3
     name: archive
@@ -58,7 +57,7 @@ func TestTiersOfTheFile(t *testing.T) {
 			Redis: remote.RedisOptions{Addrs: []string{"host:6379"}, User: "user", TLS: true,
 				Password: remote.Secret{File: "/run/secret"}, Prefix: "la1",
 				Files: remote.TLSFiles{CA: "/ca.pem", Cert: "/cert.pem", Key: "/key.pem"},
-				TTL:   24 * time.Hour, Serde: "raw", SplitBytes: 4 << 20, Pool: 7,
+				TTL:   24 * time.Hour, Serde: "raw", Pool: 7,
 				DialTimeout: 2 * time.Second}},
 		{Kind: "s3", Name: "archive", Admit: engine.AdmitNever, Queue: 4096, Workers: 8,
 			LookupTimeout: 500 * time.Millisecond, LoadTimeout: 10 * time.Second,
@@ -355,7 +354,6 @@ func TestBadTiersSayWhatIsWrong(t *testing.T) {
 			[]string{"ca_file", "https://"}},
 		{"virtual_host", list("kind: s3; url: s3://kv1; virtual_host: maybe"), nil, nil,
 			[]string{"virtual_host", `"maybe"`}},
-		{"split", redis("url: redis://h; split: 1K"), nil, nil, []string{"split", `"1K"`, "64K"}},
 		{"serde", redis("url: redis://h; serde: pickle"), nil, nil, []string{"serde", `"pickle"`,
 			"raw, "}},
 		{"endpoint", list("kind: s3; url: s3://kv1; endpoint: localhost:9000"), nil, nil,

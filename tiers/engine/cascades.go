@@ -46,7 +46,9 @@ type TierAdmission struct {
 const (
 	defaultQueue        = 4096
 	defaultPartialDelay = time.Second
-	defaultLowWater     = 1.0 / 8
+	// defaultLowWater gives a tier time to write what is evicted next. A larger part would also
+	// write chunks that are used again before their turn.
+	defaultLowWater = 1.0 / 8
 )
 
 // validateTiers checks the tiers, and replaces them by a copy with defaults.
