@@ -246,7 +246,7 @@ var collected = []struct {
 	{"lookaside_lookups_late_total",
 		"Lookups that were answered with what there was at their deadline.", nil},
 	{"lookaside_lookups_cut_total",
-		"Lookups of which vLLM was left to compute a part that a tier has, because that is faster.",
+		"Lookups that returned fewer pages than a tier holds, because computing them is faster.",
 		nil},
 	{"lookaside_lookups_verified_total", "Lookups that waited for restored chunks to be verified.",
 		nil},

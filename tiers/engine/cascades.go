@@ -36,10 +36,10 @@ type TierAdmission struct {
 	// Queue bounds the chunks that wait to be written to the tier. What comes when it is full is
 	// shed. Default 4,096.
 	Queue int
-	// Self: it is the arena itself, which keeps a chunk where it lies once that is written down. So
-	// a partly filled chunk does not wait until it has not grown for a while, a chunk that comes up
-	// is queued from whatever tier, and one that was restored is held. It admits what is stored,
-	// and wants NoExtend.
+	// Self marks the arena as its own lowest tier. To store a chunk there means to write its entry;
+	// its bytes do not move. A partly filled chunk is queued at once. A promoted chunk is queued
+	// whatever tier it comes from. A restored chunk is held. The arena admits what is stored, and
+	// wants NoExtend.
 	Self bool
 }
 

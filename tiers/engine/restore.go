@@ -58,8 +58,8 @@ type stagedRegion struct {
 	r      *region
 	mem    *carved         // the region's at that time
 	blocks [][]staged      // one for each call
-	open   []uint64        // index entries of pages
-	filed  []batch         // and those of as many pages as there is room for in open, over and over
+	open   []uint64        // index entries of pages that are in no batch yet
+	filed  []batch         // full batches; each was open once
 	rooms  [][]uint64      // for the next ones
 	back   map[uint32]bool // slots that were passed to Unrestore
 }

@@ -34,8 +34,8 @@ const (
 	cold
 	// ready, being copied to another slot: not extended meanwhile; or filling, and that slot
 	moving
-	// ready, and another slot has what it holds since: freed when nobody uses it, if that still is
-	// there; or foreign, and it has been copied: freed then in any case
+	// ready, and its chunk was copied to another slot: freed after its last use, if the other slot
+	// still holds the chunk. A foreign slot that was copied is freed in any case.
 	moved
 	spoiled // its memory is bad: never granted again once it is free
 )

@@ -74,8 +74,8 @@ func (s *Stack) settleLate(now time.Time) time.Duration {
 	return time.Hour
 }
 
-// next returns the queued request whose turn it is: the first for all of which there is room, or as
-// much as there ever will be. nil: there is none. s.mu is held.
+// next returns the first queued request that fits now, or nil. A request that can never fit whole
+// counts as fitting when its largest possible part fits. s.mu is held.
 //
 // All requests wait in order for room in the budget, which becomes free as promotions end. Requests
 // may overtake one that waits for leases to end: that may take long, and the leases may be of its
