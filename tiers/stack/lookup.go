@@ -114,6 +114,9 @@ func (s *Stack) begin(r *request, next *tier, q *Query, res *reservation) bool {
 		return true
 	}
 	defer s.unlockAndWake()
+	if next != nil || len(r.check.list) > 0 || r.plan.need > 0 {
+		s.promise(r, 0, 0) // it takes longer than what memory holds
+	}
 	switch {
 	case len(r.check.list) > 0:
 		s.sendVerify(r)

@@ -286,7 +286,10 @@ func (s *side) onRegionGone(p uint64, region uint32) {
 }
 
 // LookupPending implements Asker.
-func (s *side) LookupPending(_ engine.Owner, lookup uint64, _ int, _ time.Duration) {
+func (s *side) LookupPending(_ engine.Owner, lookup uint64, pages int, _ time.Duration) {
+	if pages == 0 {
+		return // nothing is promised
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.pending[lookup] = true

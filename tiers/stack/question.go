@@ -14,7 +14,8 @@ import (
 // cancelled.
 type Asker interface {
 	// LookupPending promises that so many pages, from the lookup's first on, arrive within eta. A
-	// later promise replaces an earlier one.
+	// later promise replaces an earlier one. No pages: the lookup waits for a tier that is slower
+	// than memory, and nothing is promised yet.
 	LookupPending(o engine.Owner, lookup uint64, pages int, eta time.Duration)
 	// LookupAnswered returns the lookup's answer.
 	LookupAnswered(a Answer)

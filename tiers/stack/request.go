@@ -151,7 +151,8 @@ func (s *Stack) unwant(r *request) {
 	}
 }
 
-// promise reports to a request's asker how many pages are expected, and when. s.mu is held.
+// promise sends a request's asker how many pages are expected, and when; 0 pages: that is not known
+// yet. s.mu is held.
 func (s *Stack) promise(r *request, pages int, eta time.Duration) {
 	s.outbox = append(s.outbox, message{asker: r.asker, pending: true, eta: eta,
 		answer: Answer{Owner: r.owner, Lookup: r.lookup, Pages: pages}})

@@ -212,6 +212,9 @@ func (r *rig) close() {
 
 // LookupPending implements Asker.
 func (r *rig) LookupPending(o engine.Owner, lookup uint64, pages int, eta time.Duration) {
+	if pages == 0 {
+		return // nothing is promised
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if _, answered := r.answers[lookup]; answered || pages < 1 || eta < 0 {

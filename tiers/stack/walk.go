@@ -257,8 +257,12 @@ func (s *Stack) afterWalk(r *request) {
 	switch {
 	case r.state.phase == ended || s.closed:
 	case len(r.check.list) > 0:
+		s.promise(r, 0, 0)
 		s.sendVerify(r)
 	case more:
+		if next != nil || r.plan.need > 0 {
+			s.promise(r, 0, 0)
+		}
 		s.proceed(r, next)
 	default:
 		s.settle(r)
