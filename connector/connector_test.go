@@ -31,9 +31,9 @@ func TestRefusals(t *testing.T) {
 		wantVal, gotVal string
 		messageHas      string
 	}{
-		{name: "version", hello: workerHello("v"), edit: func(h *wire.Hello) { h.Version = 9 },
-			code: wire.RefuseVersion, field: "version", wantVal: fmt.Sprint(wire.Version),
-			gotVal: "9"},
+		{name: "version", hello: workerHello("v"),
+			edit: func(h *wire.Hello) { h.Version = wire.Version + 1 }, code: wire.RefuseVersion, field: "version", wantVal: fmt.Sprint(wire.Version),
+			gotVal: fmt.Sprint(wire.Version + 1)},
 		{name: "scheduler before its worker", hello: schedulerHello("nobody"),
 			code: wire.RefuseNoWorker, messageHas: `"nobody"`},
 		{name: "scheduler of another rank", hello: schedulerHello("e"),

@@ -140,7 +140,9 @@ func (s *Server) LookupPending(o engine.Owner, lookup uint64, pages int, eta tim
 	if o == lmcacheOwner {
 		return // its protocol has no such message
 	}
-	s.count.promised.Add(1)
+	if pages > 0 {
+		s.count.promised.Add(1)
+	}
 	m := wire.LookupPending{Lookup: lookup, Pages: uint32(pages),
 		EtaMs: uint32(min((eta + time.Millisecond - 1).Milliseconds(), math.MaxUint32))}
 	s.lookups.Post(uint64(o), m.Append(nil))

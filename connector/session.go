@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
@@ -175,14 +176,20 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 	if s.cfg.Peers != nil {
 		w.Peers = s.cfg.Peers()
 	}
+	fds := []int{s.cfg.Control.FD()}
 	if ses.role == wire.RoleScheduler {
-		if err := s.lookups.AddSession(ses.id, ses.secret); err != nil {
-			return ses, refuse(wire.RefuseDraining, err.Error())
+		direct, err := s.addReplies(ses, h.Direct)
+		if err != nil {
+			return ses, err
 		}
-		w.ReplyEndpoint = s.lookups.ReplyEndpoint()
-		ses.replies = true
+		if direct >= 0 {
+			defer unix.Close(direct)
+			fds = append(fds, direct)
+		} else {
+			w.ReplyEndpoint = s.lookups.ReplyEndpoint()
+		}
 	}
-	if err := conn.Send(w.Append(nil), s.cfg.Control.FD()); err != nil {
+	if err := conn.Send(w.Append(nil), fds...); err != nil {
 		return ses, err
 	}
 	for i := range regions {
@@ -191,6 +198,25 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 		}
 	}
 	return ses, nil
+}
+
+// addReplies makes replies to a scheduler's session possible. It returns the descriptor of the
+// client's end of the direct socket if the client wants one, else -1.
+func (s *Server) addReplies(ses *session, wantsDirect bool) (direct int, err error) {
+	direct = -1
+	if wantsDirect {
+		direct, err = s.lookups.AddDirect(ses.id, ses.secret)
+	} else {
+		err = s.lookups.AddSession(ses.id, ses.secret)
+	}
+	if errors.Is(err, ipc.ErrClosed) {
+		return -1, refuse(wire.RefuseDraining, err.Error())
+	}
+	if err != nil {
+		return -1, refuse(wire.RefuseBusy, err.Error())
+	}
+	ses.replies = true
+	return direct, nil
 }
 
 // push sends a message that is not a reply, after the handshake. Any goroutine may call it.

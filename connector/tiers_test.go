@@ -96,6 +96,10 @@ func TestLookupInTiers(t *testing.T) {
 			r.below(w, p, 30)
 			id := s.send(p, 0, 64)
 			pending, ok := s.recv().(*wire.LookupPending)
+			if !ok || pending.Lookup != id || pending.Pages != 0 {
+				t.Fatalf("%+v", pending) // at once: it takes longer than what memory holds
+			}
+			pending, ok = s.recv().(*wire.LookupPending)
 			if !ok || pending.Lookup != id || pending.Pages != 30 {
 				t.Fatalf("%+v", pending)
 			}
@@ -311,5 +315,50 @@ func TestLMCacheInTiers(t *testing.T) {
 	open()
 	if frames, err := l.Recv(50 * time.Millisecond); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Fatalf("%x, %v", frames, err)
+	}
+}
+
+// A scheduler with a direct socket is answered there, at once or later, and told so.
+func TestDirectSocket(t *testing.T) {
+	r := newRig(t, rigOptions{tiers: []tiertest.MemoryOptions{slow}})
+	w := r.worker(workerHello("e"))
+	hello := schedulerHello("e")
+	hello.Direct = true
+	s := r.scheduler(hello)
+	if s.ses.Direct == nil || s.ses.Welcome.ReplyEndpoint != "" {
+		t.Fatalf("%+v", s.ses.Welcome)
+	}
+	p := prefix{stretches: [4]uint8{1, 2, 3, 4}, stretch: 16}
+	if _, hit := s.lookup(p, 0, 64); hit != 0 {
+		t.Fatalf("%d pages", hit)
+	}
+	r.below(w, p, 30)
+	id := s.send(p, 0, 64)
+	if m, ok := s.recv().(*wire.LookupPending); !ok || m.Lookup != id || m.Pages != 0 {
+		t.Fatalf("%+v", m)
+	}
+	result, ok := s.recv().(*wire.LookupResult)
+	for !ok {
+		result, ok = s.recv().(*wire.LookupResult)
+	}
+	if result.Lookup != id || result.HitPages != 30 {
+		t.Fatalf("%+v", result)
+	}
+	g, err := w.load(s, id, p, 0, 30)
+	check(t, err)
+	check(t, w.ses.Send(&wire.Release{Load: g.Load}))
+	w.sync()
+	id, hit := s.lookup(p, 0, 64)
+	if hit != 30 {
+		t.Errorf("%d pages", hit)
+	}
+	s.cancel(id)
+	s.quiet()
+
+	// A worker that asks for one is refused.
+	bad := workerHello("f")
+	bad.Direct = true
+	if _, err := client.Dial(r.dir, bad, patience); err == nil {
+		t.Error("welcomed")
 	}
 }

@@ -122,7 +122,7 @@ func (o *Options) ensureDefaults() {
 // File descriptors that checkFDs counts, besides those for connections to the lookup and the reply
 // socket.
 const (
-	fdsPerSession = 2   // the connection and the pidfd
+	fdsPerSession = 3   // the connection, the pidfd and the direct socket
 	fdsReserved   = 256 // for the rest of the process: regions, admin HTTP, log, runtime
 )
 

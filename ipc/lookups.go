@@ -122,9 +122,12 @@ type lookupCounters struct {
 // thread, because a hand-over to another costs more than the lookup itself. In steady state a
 // lookup allocates nothing.
 //
-// A ROUTER sends replies to the connection whose routing id is the session's secret. A PUSH is not
-// used: it would spread the replies over all its connections, and any process of the user can
-// connect.
+// A session may have a direct socket (direct.go), which the loop serves beside the ZMQ sockets. Its
+// replies go there.
+//
+// A ROUTER sends the other replies to the connection whose routing id is the session's secret. A
+// PUSH is not used: it would spread the replies over all its connections, and any process of the
+// user can connect.
 //
 // The loop also watches what libzmq does not bound: the number of connections of each bound socket,
 // by the socket's monitor, and the memory of the C heap. When a bound is passed, the loop shuts the
@@ -153,7 +156,8 @@ type LookupSockets struct {
 	replies    *guarded
 	lmWorker   *guarded // nil without LMCache
 	lmSend     *zsock
-	sessions   map[uint64][]byte // the routing id of each session that replies can be sent to
+	sessions   map[uint64]*replyTo // that replies can be sent to
+	directs    []*direct           // in the order of their poll items, which follow those of watched
 	poll       *poller
 	watched    []*guarded // every bound socket, in the order of their poll items
 	buf        []byte
@@ -183,7 +187,7 @@ func NewLookupSockets(dir string, opt LookupOptions, h Handler) (*LookupSockets,
 	l := &LookupSockets{
 		dir: dir, opt: opt, handler: h,
 		done:     make(chan struct{}),
-		sessions: make(map[uint64][]byte),
+		sessions: make(map[uint64]*replyTo),
 		buf:      make([]byte, opt.Limits.MessageBytes()),
 		reply:    make([]byte, 0, 4096),
 	}
@@ -217,22 +221,43 @@ func (l *LookupSockets) Stats() LookupStats {
 // ReplyEndpoint returns the ZMQ endpoint that clients receive replies from.
 func (l *LookupSockets) ReplyEndpoint() string { return endpoint(filepath.Join(l.dir, replyName)) }
 
+// replyTo is where a session's replies go.
+type replyTo struct {
+	secret []byte  // the routing id at the ROUTER
+	direct *direct // nil: by the ROUTER
+}
+
 // AddSession makes replies to a session possible. They go only to the client that connects to
-// ReplyEndpoint with the session's secret as its routing id. It returns ErrClosed after Close.
+// ReplyEndpoint with the session's secret as its routing id, or that has the session's direct
+// socket. It returns ErrClosed after Close.
 func (l *LookupSockets) AddSession(id uint64, secret []byte) error {
+	return l.add(id, &replyTo{secret: bytes.Clone(secret)})
+}
+
+func (l *LookupSockets) add(id uint64, to *replyTo) error {
 	if !l.do(func() {
-		l.sessions[id] = bytes.Clone(secret)
-		l.count.sessions.Store(
-			int64(len(l.sessions)))
+		l.sessions[id] = to
+		l.count.sessions.Store(int64(len(l.sessions)))
+		if to.direct != nil {
+			l.directs = append(l.directs, to.direct)
+			l.pollDirects()
+		}
 	}) {
 		return ErrClosed
 	}
 	return nil
 }
 
-// RemoveSession ends replies to a session: later ones are dropped.
+// RemoveSession ends replies to a session: later ones are dropped. It closes the session's direct
+// socket.
 func (l *LookupSockets) RemoveSession(id uint64) {
-	l.do(func() { delete(l.sessions, id); l.count.sessions.Store(int64(len(l.sessions))) })
+	l.do(func() {
+		if to := l.sessions[id]; to != nil && to.direct != nil {
+			l.closeDirect(to.direct)
+		}
+		delete(l.sessions, id)
+		l.count.sessions.Store(int64(len(l.sessions)))
+	})
 }
 
 // post is a reply from another goroutine than the loop's.
@@ -592,6 +617,7 @@ func (l *LookupSockets) loop() {
 				l.check(g, false)
 			}
 		}
+		l.serveDirects()
 		if l.poll.ready(0) {
 			l.runQueue()
 		}
@@ -657,11 +683,14 @@ func (l *LookupSockets) send(p *post) {
 
 func (l *LookupSockets) answer(session uint64, msg []byte) {
 	to := l.sessions[session]
-	if to == nil {
+	switch {
+	case to == nil:
 		l.count.noSession.Add(1)
-		return
+	case to.direct != nil:
+		l.countAnswer(to.direct.send(msg))
+	default:
+		l.countAnswer(l.replies.route(to.secret, msg))
 	}
-	l.countAnswer(l.replies.route(to, msg))
 }
 
 // dropReplies drops messages that clients send to the socket for replies.
@@ -772,6 +801,9 @@ func (l *LookupSockets) receive(s *zsock, limit int) (frames [][]byte, ok bool) 
 
 // shut closes everything that open has made, also if open failed halfway.
 func (l *LookupSockets) shut() {
+	for _, d := range l.directs {
+		d.close()
+	}
 	for _, g := range []*guarded{l.native, l.replies, l.lmWorker} {
 		if g != nil {
 			g.close()

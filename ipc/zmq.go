@@ -154,15 +154,16 @@ func (s *zsock) onlyUID(uid int) error {
 	return nil
 }
 
-// poller waits for one file descriptor and several sockets. Its items are in C memory, so that
-// waiting allocates nothing.
+// poller waits for one file descriptor, several sockets, and further file descriptors. Its items
+// are in C memory, so that waiting allocates nothing.
 type poller struct {
 	items *C.zmq_pollitem_t
 	n     int
+	fixed int // items before those of setFDs
 }
 
 func newPoller(fd int, socks ...*zsock) *poller {
-	p := &poller{n: 1 + len(socks)}
+	p := &poller{n: 1 + len(socks), fixed: 1 + len(socks)}
 	p.items = (*C.zmq_pollitem_t)(C.calloc(C.size_t(p.n), C.sizeof_zmq_pollitem_t))
 	items := p.slice()
 	items[0].fd = C.int(fd)
@@ -185,8 +186,22 @@ func (p *poller) wait(d time.Duration) syscall.Errno {
 	return 0
 }
 
+// setFDs replaces the further file descriptors. None of them is ready before the next wait.
+func (p *poller) setFDs(fds []int) {
+	n := p.fixed + len(fds)
+	items := (*C.zmq_pollitem_t)(C.calloc(C.size_t(n), C.sizeof_zmq_pollitem_t))
+	all := unsafe.Slice(items, n)
+	copy(all, p.slice()[:p.fixed])
+	for i, fd := range fds {
+		all[p.fixed+i].fd = C.int(fd)
+		all[p.fixed+i].events = C.ZMQ_POLLIN
+	}
+	C.free(unsafe.Pointer(p.items))
+	p.items, p.n = items, n
+}
+
 // ready reports whether item i was readable at the last wait. Item 0 is the file descriptor; the
-// sockets follow in their order.
+// sockets follow in their order, then the further file descriptors in theirs.
 func (p *poller) ready(i int) bool { return p.slice()[i].revents != 0 }
 
 func (p *poller) close() { C.free(unsafe.Pointer(p.items)) }

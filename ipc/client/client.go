@@ -35,6 +35,7 @@ type Session struct {
 	conn    *net.UnixConn
 	Welcome wire.Welcome
 	Control *os.File // the control region
+	Direct  *os.File // the direct socket, if the Hello asked for one
 	Notices []string // the texts of the sidecar's notices, oldest first
 
 	buf []byte
@@ -82,11 +83,14 @@ func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 		return fmt.Errorf("handshake: %w", errors.Join(sendErr, err))
 	}
 	for _, fd := range fds {
-		if s.Control != nil {
+		switch {
+		case s.Control == nil:
+			s.Control = fd
+		case s.Direct == nil && hello.Direct:
+			s.Direct = fd
+		default:
 			fd.Close()
-			continue
 		}
-		s.Control = fd
 	}
 	t, err := wire.Peek(b)
 	if err != nil {
@@ -106,6 +110,9 @@ func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 	s.Welcome.Secret = bytes.Clone(s.Welcome.Secret)
 	if s.Control == nil {
 		return errors.New("handshake: no control region came with the welcome")
+	}
+	if s.Direct == nil && hello.Direct {
+		return errors.New("handshake: no direct socket came with the welcome")
 	}
 	return nil
 }
@@ -223,21 +230,35 @@ func (s *Session) Close() error {
 		err = errors.Join(err, s.Control.Close())
 		s.Control = nil
 	}
+	if s.Direct != nil {
+		err = errors.Join(err, s.Direct.Close())
+		s.Direct = nil
+	}
 	return err
 }
 
-// Lookups is a client's pair of lookup sockets. Only one goroutine may use it.
+// Lookups is a client's pair of lookup sockets, or its direct socket. One goroutine may use it.
 type Lookups struct {
+	direct *os.File // nil: the ZMQ sockets are used
+	buf    []byte   // of direct
+
 	ctx  *zmq4.Context
 	push *zmq4.Socket
 	pull *zmq4.Socket
 }
 
+// maxReplyBytes is the longest reply to a lookup, in bytes.
+const maxReplyBytes = 256
+
 // connectPatience is how long NewLookups waits for a connection.
 const connectPatience = 10 * time.Second
 
-// Lookups connects to the sidecar's lookup sockets as this session.
+// Lookups connects to the sidecar's lookup sockets as this session. With a direct socket it uses
+// that one, which must stay open as long.
 func (s *Session) Lookups() (*Lookups, error) {
+	if s.Direct != nil {
+		return &Lookups{direct: s.Direct, buf: make([]byte, maxReplyBytes)}, nil
+	}
 	return NewLookups(s.Welcome.LookupEndpoint, s.Welcome.ReplyEndpoint, s.Welcome.Secret)
 }
 
@@ -326,8 +347,13 @@ func (l *Lookups) up(s *zmq4.Socket, name string, start func() error) error {
 	}
 }
 
-// Send sends one message of one or more frames.
+// Send sends one message of one or more frames, over a direct socket of one frame that fits a
+// packet.
 func (l *Lookups) Send(frames ...[]byte) error {
+	if l.direct != nil {
+		_, err := l.direct.Write(frames[0])
+		return err
+	}
 	parts := make([]any, len(frames))
 	for i, f := range frames {
 		parts[i] = f
@@ -337,9 +363,16 @@ func (l *Lookups) Send(frames ...[]byte) error {
 }
 
 // Recv waits for the next message and returns its frames. It returns os.ErrDeadlineExceeded if none
-// has come within timeout.
+// has come within timeout. Frames of a direct socket are valid until the next call.
 func (l *Lookups) Recv(timeout time.Duration) ([][]byte, error) {
 	deadline := time.Now().Add(timeout)
+	if l.direct != nil {
+		if err := l.direct.SetReadDeadline(deadline); err != nil {
+			return nil, err
+		}
+		n, err := l.direct.Read(l.buf)
+		return [][]byte{l.buf[:n]}, err
+	}
 	for {
 		// At least a millisecond, because less is rounded down to 0, and 0 does not wait.
 		if err := l.pull.SetRcvtimeo(max(time.Until(deadline), time.Millisecond)); err != nil {
@@ -386,6 +419,9 @@ func (l *Lookups) Lookup(m *wire.Lookup, timeout time.Duration) (wire.LookupResu
 
 // Close closes the sockets. Messages that are not sent yet are lost.
 func (l *Lookups) Close() error {
+	if l.direct != nil {
+		return nil // it is the session's
+	}
 	var errs []error
 	for _, s := range []*zmq4.Socket{l.push, l.pull} {
 		if s != nil {

@@ -26,6 +26,9 @@ type Hello struct {
 	PagesPerChunk uint32  // at least 1
 	DigestBytes   uint8   // length of a page hash, 1 to MaxDigestBytes
 	Fields        []Field // by rising Key, unique
+	// Direct asks for a direct socket: its fd then travels with the Welcome, after that of the
+	// control region. For schedulers.
+	Direct bool
 }
 
 func (m *Hello) fields(v *visitor) *visitor {
@@ -45,10 +48,15 @@ func (m *Hello) fields(v *visitor) *visitor {
 	v.check(uint64(m.Rank)+uint64(m.Ranks) <= math.MaxUint32+1, "ranks", "out of range")
 	v.check(!worker || m.PageBytes != 0, "page_bytes", "zero")
 	v.space(&m.Fields)
+	v.flag("direct", &m.Direct)
+	v.check(!worker || !m.Direct, "direct", "a worker looks nothing up")
 	return v
 }
 
-// Welcome accepts a session. The control region's fd travels with it.
+// Welcome accepts a session. The control region's fd travels with it, then that of the direct
+// socket if the Hello asked for one. A direct socket is of type SOCK_SEQPACKET and carries the
+// lookup messages of the session, one a packet, both ways. A message that it does not take may be
+// sent to LookupEndpoint. All answers come over the direct socket.
 type Welcome struct {
 	Version uint16 // written as [Version] when 0
 	Session uint64 // never 0; not a secret: the status page shows it
@@ -58,10 +66,12 @@ type Welcome struct {
 	Generation     uint64 // of this run of the sidecar
 	Fingerprint    []byte // of the space, FingerprintBytes long
 	LookupEndpoint string // ZMQ endpoint that the sidecar's PULL is bound to
-	ReplyEndpoint  string // ZMQ endpoint that the sidecar's ROUTER is bound to, "" for workers
-	Regions        uint32 // how many RegionAdded follow at once, 0 for schedulers
-	MaxPages       uint32 // pages a Lookup or PrepareStore may name; see also MaxStorePages
-	LeaseMs        uint32 // how long an answered lookup keeps its lease, ms
+	// ReplyEndpoint is the ZMQ endpoint that the sidecar's ROUTER is bound to. "" for workers, and
+	// for schedulers with a direct socket.
+	ReplyEndpoint string
+	Regions       uint32 // how many RegionAdded follow at once, 0 for schedulers
+	MaxPages      uint32 // pages a Lookup or PrepareStore may name; see also MaxStorePages
+	LeaseMs       uint32 // how long an answered lookup keeps its lease, ms
 	// Peers is the id of the group of sidecars of this host that lend to each other, 0 if this one
 	// is alone.
 	Peers uint64
@@ -486,18 +496,18 @@ func (m *LookupResult) fields(v *visitor) *visitor {
 	return v
 }
 
-// LookupPending tells a client, before the result of its Lookup, that pages are being promoted from
-// a slower tier. A later one replaces an earlier one.
+// LookupPending tells a client, before the result of its Lookup, that the lookup waits for a tier
+// below the arena. A later one replaces an earlier one.
 type LookupPending struct {
 	Lookup uint64
-	Pages  uint32 // the hit to expect, from the lookup's first page; at least 1
+	Pages  uint32 // the hit to expect, from the lookup's first page; 0: nothing is promised yet
 	EtaMs  uint32 // when to expect it, ms from now
 }
 
 func (m *LookupPending) fields(v *visitor) *visitor {
 	v.begin(TypeLookupPending)
 	v.u64("lookup", &m.Lookup)
-	v.count("pages", &m.Pages)
+	v.u32("pages", &m.Pages)
 	v.u32("eta_ms", &m.EtaMs)
 	return v
 }

@@ -79,6 +79,8 @@ func goodMessages() []named {
 				{"model", "größer/モデル"}}}},
 		{"hello scheduler", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", Ranks: 1,
 			PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
+		{"hello scheduler direct", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e",
+			Ranks: 1, PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8, Direct: true}},
 		{"hello scheduler of several ranks", &Hello{Version: Version, Role: RoleScheduler,
 			EngineID: "e", Rank: math.MaxUint32 - 7, Ranks: 8, PageTokens: 128, PagesPerChunk: 2,
 			DigestBytes: 8}},
@@ -159,6 +161,7 @@ func goodMessages() []named {
 			InMemory: true}},
 		{"lookup result miss", &LookupResult{Lookup: big}},
 		{"lookup pending", &LookupPending{Lookup: 6, Pages: 4, EtaMs: 120}},
+		{"lookup pending without a promise", &LookupPending{Lookup: 6}},
 		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32,
 			EtaMs: math.MaxUint32}},
 		{"trim", &Trim{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 32}},
@@ -294,42 +297,45 @@ func badMessages() []vector {
 	add(TypeLookup, "hash before declares 4 GiB", "99 3c 05"+secret+"06 07 c6 ffffffff aa")
 
 	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "another version with another body", "92 01 09")
+	add(TypeHello, "another version with another body", "92 01 0a")
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9b 01 08 a6776f726b6572"
-	add(TypeHello, "unknown role", "9b 01 08 a561646d696e a0 00 01 10 cd1000 10 20 80")
-	add(TypeHello, "empty role", "9b 01 08 a0 a0 00 01 10 cd1000 10 20 80")
-	add(TypeHello, "role as bytes", "9b 01 08 c406776f726b6572 a0 00 01 10 cd1000 10 20 80")
-	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80")
+	const worker = "9c 01 09 a6776f726b6572"
+	add(TypeHello, "unknown role", "9c 01 09 a561646d696e a0 00 01 10 cd1000 10 20 80 00")
+	add(TypeHello, "empty role", "9c 01 09 a0 a0 00 01 10 cd1000 10 20 80 00")
+	add(TypeHello, "role as bytes", "9c 01 09 c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
+	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80 00")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+
-		"00 01 10 cd1000 10 20 80")
+		"00 01 10 cd1000 10 20 80 00")
+	add(TypeHello, "a worker with a direct socket", worker+"a0 00 01 10 cd1000 10 20 80 01")
+	add(TypeHello, "direct as a boolean", worker+"a0 00 01 10 cd1000 10 20 80 c2")
+	add(TypeHello, "the body of version 8", "9b 01 09 a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
-	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80")
-	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80")
-	add(TypeHello, "ranks wrap", "9b 01 08 a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80")
-	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80")
-	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80")
-	add(TypeHello, "page bytes above 63 bits", worker+"a0 00 01 10 cfffffffffffffffff 10 20 80")
-	add(TypeHello, "zero pages per chunk", worker+"a0 00 01 10 cd1000 00 20 80")
-	add(TypeHello, "zero digest bytes", worker+"a0 00 01 10 cd1000 10 00 80")
-	add(TypeHello, "digest bytes above 32", worker+"a0 00 01 10 cd1000 10 21 80")
-	add(TypeHello, "fields as an array", worker+"a0 00 01 10 cd1000 10 20 90")
-	add(TypeHello, "duplicate field", worker+"a0 00 01 10 cd1000 10 20 82 a161a131 a161a132")
-	add(TypeHello, "fields out of order", worker+"a0 00 01 10 cd1000 10 20 82 a162a131 a161a132")
-	add(TypeHello, "field key as a number", worker+"a0 00 01 10 cd1000 10 20 81 01 a131")
-	add(TypeHello, "field value nested", worker+"a0 00 01 10 cd1000 10 20 81 a161 81a161a162")
+	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80 00")
+	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80 00")
+	add(TypeHello, "ranks wrap", "9c 01 09 a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00")
+	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80 00")
+	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80 00")
+	add(TypeHello, "page bytes above 63 bits", worker+"a0 00 01 10 cfffffffffffffffff 10 20 80 00")
+	add(TypeHello, "zero pages per chunk", worker+"a0 00 01 10 cd1000 00 20 80 00")
+	add(TypeHello, "zero digest bytes", worker+"a0 00 01 10 cd1000 10 00 80 00")
+	add(TypeHello, "digest bytes above 32", worker+"a0 00 01 10 cd1000 10 21 80 00")
+	add(TypeHello, "fields as an array", worker+"a0 00 01 10 cd1000 10 20 90 00")
+	add(TypeHello, "duplicate field", worker+"a0 00 01 10 cd1000 10 20 82 a161a131 a161a132 00")
+	add(TypeHello, "fields out of order", worker+"a0 00 01 10 cd1000 10 20 82 a162a131 a161a132 00")
+	add(TypeHello, "field key as a number", worker+"a0 00 01 10 cd1000 10 20 81 01 a131 00")
+	add(TypeHello, "field value nested", worker+"a0 00 01 10 cd1000 10 20 81 a161 81a161a162 00")
 	add(TypeHello, "field key above the limit", worker+"a0 00 01 10 cd1000 10 20 81 d941"+rep("61",
-		65)+"a131")
+		65)+"a131 00")
 	add(TypeHello, "field value above the limit", worker+"a0 00 01 10 cd1000 10 20 81 a161 da0201"+
-		rep("61", 513))
+		rep("61", 513)+"00")
 	add(TypeHello, "map bomb", worker+"a0 00 01 10 cd1000 10 20 df ffffffff")
 	var many strings.Builder
 	for i := range 65 {
 		fmt.Fprintf(&many, "a3%x a0", fmt.Sprintf("%03d", i))
 	}
-	add(TypeHello, "fields above the limit", worker+"a0 00 01 10 cd1000 10 20 de0041"+many.String())
+	add(TypeHello, "fields above the limit", worker+"a0 00 01 10 cd1000 10 20 de0041"+many.String()+"00")
 
 	add(TypePrepareStore, "hashes empty", "97 0a 01 00 c400 c400 01 00")
 	add(TypePrepareStore, "no hash before a later page", "97 0a 01 10 c400 c420"+digest+"01 00")
@@ -363,20 +369,20 @@ func badMessages() []vector {
 	add(TypeCancel, "without a secret", "93 3f 01 01")
 
 	welcome := func(session, fp, rest string) string {
-		return "9c 02 08" + session + secret + "00" +
+		return "9c 02 09" + session + secret + "00" +
 			fp + rest
 	}
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
-	add(TypeWelcome, "another version with another body", "93 02 09 c0")
+	add(TypeWelcome, "another version with another body", "93 02 0a c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest,
 		"da0401"+rep("61", 1025)+"a0 00 01 01 00"))
-	add(TypeWelcome, "a short secret", "9c 02 08 01 c40f"+rep("5e", 15)+"00 c420"+digest+
+	add(TypeWelcome, "a short secret", "9c 02 09 01 c40f"+rep("5e", 15)+"00 c420"+digest+
 		"a161 a0 00 01 01 00")
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 08 a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 09 a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -435,7 +441,6 @@ func badMessages() []vector {
 	add(TypeLookupResult, "a float", "95 3d 06 ca40800000 40 00")
 	add(TypeLookupResult, "in memory above one", "95 3d 06 04 40 02")
 	add(TypeLookupResult, "in memory as a bool", "95 3d 06 04 40 c3")
-	add(TypeLookupPending, "no pages", "94 40 06 00 14")
 	add(TypeLookupPending, "negative pages", "94 40 06 ff 14")
 	add(TypeLookupPending, "eta above 32 bits", "94 40 06 04 cf0000000100000000")
 	add(TypeLookupPending, "one field too few", "93 40 06 04")
@@ -443,15 +448,15 @@ func badMessages() []vector {
 
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
-	add(TypePeerHello, "another version with another body", "92 46 09")
-	add(TypePeerHello, "zero generation", hello("08", "00"))
-	add(TypePeerHello, "generation as bytes", hello("08", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 08 01 00")
-	add(TypePeerHello, "trailing bytes", hello("08", "01 00"))
+	add(TypePeerHello, "another version with another body", "92 46 0a")
+	add(TypePeerHello, "zero generation", hello("09", "00"))
+	add(TypePeerHello, "generation as bytes", hello("09", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 09 01 00")
+	add(TypePeerHello, "trailing bytes", hello("09", "01 00"))
 	add(TypePeerWelcome, "another version", "94 47 05 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 08 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 08 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 08 01 cf0000000100000000")
+	add(TypePeerWelcome, "zero generation", "94 47 09 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 09 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 09 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")

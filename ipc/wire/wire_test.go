@@ -256,7 +256,7 @@ func random(r *rand.Rand, typ Type) Message {
 			EngineID: text(), Rank: u32() >> 1, Ranks: 1, PageTokens: 1 | u32(),
 			PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
 		if m.Role == RoleScheduler {
-			m.Ranks = 1 | u32()>>1
+			m.Ranks, m.Direct = 1|u32()>>1, r.IntN(2) == 1
 		}
 		for i := range r.IntN(40) {
 			m.Fields = append(m.Fields, Field{string(rune('A' + i)), text()})
@@ -342,7 +342,7 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypeCancel:
 		return &Cancel{Session: id(), Secret: raw(16), Lookup: u64()}
 	case TypeLookupPending:
-		return &LookupPending{Lookup: u64(), Pages: 1 | u32(), EtaMs: u32()}
+		return &LookupPending{Lookup: u64(), Pages: u32(), EtaMs: u32()}
 	case TypePeerHello:
 		return &PeerHello{Version: Version, Generation: id()}
 	case TypePeerWelcome:
