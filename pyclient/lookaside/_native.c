@@ -1,5 +1,5 @@
 /*
- * lookaside._native: copies between vLLM's KV cache and the mapped arena, without the GIL.
+ * lookaside._native: copies between vLLM's KV cache and the mapped arena, and short waits, without the GIL.
  *
  * Plan   one KV cache's layout and the arena regions attached to it; gather and scatter on the CPU.
  * Cuda   the driver calls that the same copies need on a GPU.
@@ -9,8 +9,11 @@
  * (block ids and addresses) is copied first, then checked, then used, so changing the arrays meanwhile does no harm. A copy on
  * the CPU that meets a bus error raises BusError; those that the driver makes are its own affair.
  */
+#define _GNU_SOURCE /* ppoll */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
+#include <poll.h>
 
 #include "_copycore.h"
 #include "_cudacore.h"
@@ -545,7 +548,44 @@ static PyObject *usable(PyObject *module, PyObject *args) {
     return PyBool_FromLong(la_kernel_usable((la_kernel)kernel));
 }
 
+/* Waits until one of the descriptors is readable, or has an error. */
+static PyObject *wait_readable(PyObject *module, PyObject *args) {
+    PyObject *list;
+    long long timeout_us;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OL:wait_readable", &list, &timeout_us)) return NULL;
+    PyObject *fds = PySequence_List(list);
+    if (fds == NULL) return NULL;
+    Py_ssize_t count = PyList_Size(fds);
+    struct pollfd *items = PyMem_Malloc((count > 0 ? (size_t)count : 1) * sizeof *items);
+    if (items == NULL) {
+        Py_DECREF(fds);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long fd = PyLong_AsLong(PyList_GetItem(fds, i));
+        if (fd == -1 && PyErr_Occurred()) {
+            PyMem_Free(items);
+            Py_DECREF(fds);
+            return NULL;
+        }
+        items[i] = (struct pollfd){.fd = (int)fd, .events = POLLIN};
+    }
+    Py_DECREF(fds);
+    if (timeout_us < 0) timeout_us = 0;
+    struct timespec timeout = {.tv_sec = timeout_us / 1000000, .tv_nsec = timeout_us % 1000000 * 1000};
+    int ready;
+    Py_BEGIN_ALLOW_THREADS
+    ready = ppoll(items, (nfds_t)count, &timeout, NULL);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(items);
+    if (ready < 0 && errno != EINTR) return PyErr_SetFromErrno(PyExc_OSError);
+    return PyBool_FromLong(ready > 0);
+}
+
 static PyMethodDef module_methods[] = {
+    {"wait_readable", wait_readable, METH_VARARGS,
+     "wait_readable(fds, timeout_us) -> bool: wait, without the GIL, until one of the descriptors is readable."},
     {"usable", usable, METH_VARARGS, "usable(kernel) -> bool: whether this CPU can run the copy kernel."},
     {NULL, NULL, 0, NULL},
 };
@@ -553,7 +593,7 @@ static PyMethodDef module_methods[] = {
 static PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "lookaside._native",
-    .m_doc = "Copies between vLLM's KV cache and the mapped arena, without the GIL.",
+    .m_doc = "Copies between vLLM's KV cache and the mapped arena, and short waits, without the GIL.",
     .m_size = -1,
     .m_methods = module_methods,
 };

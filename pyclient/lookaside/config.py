@@ -72,6 +72,10 @@ class Config:
     block."""
     save_decode: bool = True
     """Whether pages that generated tokens filled are stored too."""
+    lookup_wait_ms: int = 1
+    """How long vLLM's scheduler waits in one call for a lookup that memory can answer; 0: never."""
+    lookup_wait_step_ms: int = 2
+    """How long it waits in one step for all of them; 0: never."""
     lookup_timeout_ms: int = 100
     """How long a lookup may be out before it counts as a miss."""
     lookup_timeout_max_ms: int = 2_000
@@ -252,15 +256,29 @@ SETTINGS: dict[str, Setting] = {
         "Also store the pages that generated tokens fill, so that the next turn of a "
         "conversation finds the answer too.",
     ),
+    "lookup_wait_ms": Setting(
+        _integer(0, 1000),
+        "ms",
+        "1",
+        "How long vLLM's scheduler waits in one call for the answer to a lookup, so that a hit "
+        "costs no step more than in vLLM's own cache. Memory answers in a fraction of it. What "
+        "waits for a tier is not waited for; after a wait in vain, none follows until the sidecar "
+        "has answered. 0: never.",
+    ),
+    "lookup_wait_step_ms": Setting(
+        _integer(0, 1000),
+        "ms",
+        "2",
+        "How long it waits for all lookups of one step together. 0: never.",
+    ),
     "lookup_timeout_ms": Setting(
         _integer(1, 60_000),
         "ms",
         "100",
         "A lookup that is not answered by then is a miss, unless the sidecar says that it is "
         "bringing "
-        "pages up from a tier below its memory. The scheduler never waits for it, and after one "
-        "such "
-        "lookup none is sent until the sidecar speaks again.",
+        "pages up from a tier below its memory. After one such lookup none is sent until the "
+        "sidecar speaks again.",
     ),
     "lookup_timeout_max_ms": Setting(
         _integer(0, 60_000),

@@ -63,27 +63,33 @@ def greet(line: Line, options: SessionOptions) -> None:
         pages_per_chunk=options.pages_per_chunk,
         digest_bytes=options.digest_bytes,
         fields=dict(sorted(options.fields.items())),
+        direct=int(options.role == "scheduler"),
     )
     # A sidecar without room for us may have refused and closed already.
     with contextlib.suppress(BrokenPipeError):
         line.socket.send(wire.encode(hello), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-def welcomed(message: Any, fds: list[int]) -> tuple[wire.Welcome, Control]:
+def welcomed(
+    message: Any, fds: list[int], options: SessionOptions
+) -> tuple[wire.Welcome, Control, socket.socket | None]:
     """Check the answer to the Hello, and map the control region that travels with it.
 
-    Closes fds. Raises RefusedError for a refusal, HandshakeError for anything that is no welcome,
-    and RegionError for a control region that cannot be used. The caller closes the control region.
+    Returns a scheduler's direct socket as well, which the caller closes. Closes fds. Raises
+    RefusedError for a refusal, HandshakeError for anything that is no welcome, and RegionError for
+    a control region that cannot be used. The caller closes the control region.
     """
     try:
         if isinstance(message, wire.Refuse):
             raise RefusedError(message)
-        if not isinstance(message, wire.Welcome) or len(fds) != 1:
+        wanted = 2 if options.role == "scheduler" else 1
+        if not isinstance(message, wire.Welcome) or len(fds) != wanted:
             raise HandshakeError(f"{type(message).__name__} with {len(fds)} fds for a Welcome")
         if message.version != wire.VERSION or not message.session:
             raise HandshakeError(f"welcomed with version {message.version}")
         if message.regions > _MAX_REGIONS:
             raise HandshakeError(f"{message.regions} regions announced")
-        return message, Control(fds[0])
+        control = Control(fds[0])
+        return message, control, socket.socket(fileno=fds.pop()) if wanted == 2 else None
     finally:
         close_all(fds)

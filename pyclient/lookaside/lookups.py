@@ -1,10 +1,11 @@
-"""Looks up on every rank's sidecar how much of a prefix it holds, without ever waiting.
+"""Looks up on every rank's sidecar how much of a prefix it holds.
 
 A LookupClient belongs to the scheduler role and is used by its thread alone: start sends, and poll
-takes in answers that are there. An instance with N ranks has N sidecars. A page counts as held only
-if every rank has it, so the answer is the smallest of N. If one rank cannot be asked, the answer is
-0 at once. Ranks that hold the same pages in the same sidecar have one session, which is asked once
-for all of them; below, these are one rank.
+takes in answers that are there. Only Lookup.wait waits, for as long as it is told to at most. An
+instance with N ranks has N sidecars. A page counts as held only if every rank has it, so the answer
+is the smallest of N. If one rank cannot be asked, the answer is 0 at once. Ranks that hold the same
+pages in the same sidecar have one session, which is asked once for all of them; below, these are
+one rank.
 
 **Deadlines.** A sidecar answers within a fraction of a millisecond for what lies in its memory. A
 rank that says nothing for timeout_s is given up. Where computing the prefix would take long, the
@@ -20,9 +21,8 @@ side gives up is cancelled. If its answer comes later, it is cancelled once more
 queue may have dropped the first cancel.
 
 **Secrets.** A message proves by the secret of its session's handshake that it is that session's.
-Answers are sent to the socket that has this secret as its routing id: other processes of the user
-can connect to both sockets. A worker that is to load what a lookup has leased is given the lookup's
-ticket, which only the secret makes.
+Answers come over the session's direct socket, which no other process has. A worker that is to load
+what a lookup has leased is given the lookup's ticket, which only the secret makes.
 
 This module imports neither torch nor vLLM, and importing it opens nothing.
 """
@@ -35,9 +35,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-import zmq
-
-from lookaside import wire
+from lookaside import _native, wire
 from lookaside.links import Link, Links
 from lookaside.ratelog import RateLimitedLog
 from lookaside.session import Session
@@ -45,8 +43,8 @@ from lookaside.session import Session
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")
 
-# How often wait looks whether a session was lost.
-_WAIT_SLICE_MS = 50
+# How often LookupClient.wait looks whether a session was lost.
+_WAIT_SLICE_S = 0.05
 # A rank that promotes may be late by this, beyond twice the time that it announced.
 _PROMOTION_GRACE_S = 0.1
 # The share of the time to compute a prefix that its lookup may take. An answer saves nearly all of
@@ -65,6 +63,7 @@ class Lookup:
             "_end_page",
             "_hits",
             "_in_memory",
+            "_later",
             "_out",
             "_page_s",
             "_promised",
@@ -98,6 +97,8 @@ class Lookup:
         """Until when each rank that promotes pages may take at most."""
         self._hits: int | None = None
         self._in_memory = True
+        self._later = False
+        """A rank waits for a tier below its memory."""
         self._result: int | None = None
 
     @property
@@ -122,6 +123,14 @@ class Lookup:
         if self._result is None:
             self._client._advance(self)
         return self._result
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Poll until the answer is known, for so long at most, without the GIL.
+
+        Returns None at once if a rank waits for a tier, or if the last wait for it was in vain and
+        it has said nothing since.
+        """
+        return self._client._wait_in_step(self, timeout_s)
 
     def trim(self, first_page: int) -> None:
         """Free the leases on chunks wholly below first_page.
@@ -245,11 +254,7 @@ class LookupClient:
             left = min(end, *lookup._out.values()) - self._clock()
             if self._clock() >= end:
                 return None
-            links = [self._links.present[rank] for rank in lookup._out]
-            zmq.zmq_poll(
-                [(link.pull, zmq.POLLIN) for link in links if link is not None],
-                max(0, min(_WAIT_SLICE_MS, int(left * 1000) + 1)),
-            )
+            self._wait_readable(lookup, min(_WAIT_SLICE_S, left))
         return hits
 
     def close(self) -> None:
@@ -259,6 +264,27 @@ class LookupClient:
         self._links.close()
 
     # ---- the scheduler's thread ----
+
+    def _wait_in_step(self, lookup: Lookup, timeout_s: float) -> int | None:
+        end = time.perf_counter() + timeout_s
+        while (hits := lookup.poll()) is None:
+            links = [self._links.present[rank] for rank in lookup._out]
+            if lookup._later or any(link is not None and link.mute for link in links):
+                return None
+            left = end - time.perf_counter()
+            if left <= 0:
+                for link in links:
+                    if link is not None:
+                        link.mute = True
+                return None
+            self._wait_readable(lookup, left)
+        return hits
+
+    def _wait_readable(self, lookup: Lookup, timeout_s: float) -> None:
+        """Wait until a rank whose answer is out has sent something."""
+        links = [self._links.present[rank] for rank in lookup._out]
+        fds = [link.fileno() for link in links if link is not None]
+        _native.wait_readable(fds, max(0, round(timeout_s * 1e6)))
 
     def _patience_s(self, prefill_s: float) -> float:
         return max(self._timeout_s, min(_PREFILL_SHARE * prefill_s, self._longest_s))
@@ -308,13 +334,8 @@ class LookupClient:
         link = self._links.present[rank]
         if link is None:
             return
-        # Ask for the socket's state first: an exception for "nothing there" costs more.
-        while rank in wanted._out and int(link.pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            try:
-                data = link.pull.recv(zmq.DONTWAIT)
-            except zmq.ZMQError as error:
-                self._log.warning("receive", "lookup socket: %s", error)
-                return
+        while rank in wanted._out and (data := link.receive()) is not None:
+            link.mute = False
             try:
                 answer = wire.decode(data)
             except wire.WireError as error:
@@ -331,7 +352,8 @@ class LookupClient:
         lookup = self._pending.get(promise.lookup)
         if lookup is None or lookup._asked[rank][0] != link.session_id:
             return
-        if rank not in lookup._out or not self._promotion_timeout_s:
+        lookup._later = True
+        if rank not in lookup._out or not self._promotion_timeout_s or not promise.pages:
             return
         if not lookup._promised:
             self.promotions += 1

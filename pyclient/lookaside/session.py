@@ -160,6 +160,7 @@ class Session:
         self._line: Line | None = None  # of _socket
         self._lines: tuple[Line, ...] = ()  # all that may be open; replaced, never changed
         self._control: Control | None = None
+        self._direct: socket.socket | None = None  # until take_direct
         self._welcome: wire.Welcome | None = None
         self._connected = False
         self._suspect = False
@@ -275,6 +276,15 @@ class Session:
             poller = select.poll()
             poller.register(self._socket, select.POLLRDHUP)
             return not poller.poll(0)
+
+    def take_direct(self) -> socket.socket | None:
+        """Return the direct socket of the present session, which is the caller's from then on.
+
+        None if it was taken before, or if there is none. For a subscriber in on_connected.
+        """
+        with self._lock:
+            direct, self._direct = self._direct, None
+            return direct
 
     def hold(self) -> Callable[[], None]:
         """Keep the present session's socket open until the result is called, once, on any thread.
@@ -468,9 +478,10 @@ class Session:
             self._broken = None
         deadline = time.monotonic() + _CONNECT_PATIENCE_S
         greet(line, options)
-        message, control = welcomed(*self._receive_by(deadline))
+        message, control, direct = welcomed(*self._receive_by(deadline), options)
         with self._lock:
             self._control = control
+            self._direct = direct
             if control.generation != message.generation:
                 raise HandshakeError("control region and welcome are of different sidecar runs")
             self._welcome = message
@@ -634,6 +645,9 @@ class Session:
             self._socket = None
             line, self._line = self._line, None
             control, self._control = self._control, None
+            direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
         if line is not None:
             line.release()
         if control is not None:

@@ -56,6 +56,7 @@ GAUGES: dict[str, str] = {
 
 HISTOGRAMS: dict[str, str] = {
     "lookup_seconds": "Time from sending a lookup to using its answer.",
+    "lookup_wait_seconds": "Time that a call of the scheduler waited for a lookup's answer.",
     "load_seconds": "Time that a load took in a worker.",
     "save_seconds": "Time that a save took in a worker, waiting for room included.",
 }

@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-VERSION = 8
+VERSION = 9
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -123,7 +123,7 @@ class Hello(Message, frozen=True, tag=1):
     """Opens a session. ``fields`` must be in rising order of keys.
 
     A scheduler's session is for ``ranks`` ranks from ``rank`` on, which share a space. A worker's
-    is for one.
+    is for one. With ``direct`` a scheduler asks for a direct socket to look up over.
     """
 
     version: _U16
@@ -136,10 +136,11 @@ class Hello(Message, frozen=True, tag=1):
     pages_per_chunk: _U32
     digest_bytes: int
     fields: dict[str, str]
+    direct: _Flag = 0
 
 
 class Welcome(Message, frozen=True, tag=2):
-    """Accepts a session; the control region's fd travels with it.
+    """Accepts a session; the control region's fd travels with it, then the direct socket's.
 
     By ``secret`` lookup messages prove that they are this session's, and their answers are routed
     by it. The sidecar shows ``session`` in its status, but tells ``secret`` to nobody else. No log
@@ -438,14 +439,14 @@ class Cancel(Message, frozen=True, tag=63):
 
 
 class LookupPending(Message, frozen=True, tag=64):
-    """Comes before the answer to a Lookup: pages are on their way from a tier below.
+    """Comes before the answer to a Lookup: it waits for a tier below the memory.
 
-    ``pages`` are expected from the lookup's first page on, in ``eta_ms`` from now. A later message
-    replaces an earlier one.
+    ``pages`` are expected from the lookup's first page on, in ``eta_ms`` from now; 0: nothing is
+    promised yet. A later message replaces an earlier one.
     """
 
     lookup: _U64
-    pages: Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+    pages: _U32
     eta_ms: _U32
 
 

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # and what the other side would have said in time is to be heard all the same. The test of a
 # deadline sets it by itself.
 PATIENCE_S = {
-    "lookaside.links._HANDSHAKE_PATIENCE_S": 10.0,
     "lookaside.scheduler.identification._IDENTITY_PATIENCE_S": 60.0,
     "lookaside.session._CONNECT_PATIENCE_S": 60.0,
     "lookaside.heartbeat._PONG_PATIENCE_S": 60.0,

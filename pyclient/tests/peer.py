@@ -78,6 +78,7 @@ class Peer:
         self._replies.setsockopt(zmq.LINGER, 0)
         self._replies.bind(f"ipc://{directory}/reply.sock")
         self._secrets: dict[int, bytes] = {}
+        self._directs: dict[int, socket.socket] = {}
         self._threads = [
             threading.Thread(target=self._accept, daemon=True),
             threading.Thread(target=self._lookups, daemon=True),
@@ -144,6 +145,8 @@ class Peer:
                 conn.sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(30)
+        for direct in self._directs.values():
+            direct.close()
         for fd in (self.control, *self.regions):
             os.close(fd)
         self._context.destroy(0)
@@ -151,6 +154,10 @@ class Peer:
     def answer_lookup(self, session: int, message: Any) -> None:
         """Answer from the lookup thread's own socket; only call from a script."""
         data = message if isinstance(message, bytes) else wire.encode(message)
+        if (direct := self._directs.get(session)) is not None:
+            with contextlib.suppress(OSError):  # the client has gone
+                direct.send(data)
+            return
         with contextlib.suppress(zmq.ZMQError):  # the client has gone
             self._replies.send_multipart([self._secrets[session], data])
 
@@ -205,7 +212,12 @@ class Peer:
                 return
         conn.session = next(self.sessions)
         secret = self._secrets[conn.session] = os.urandom(wire.SECRET_BYTES)
-        reply = f"ipc://{self.directory}/reply.sock" if hello.role == "scheduler" else ""
+        fds = [self.control]
+        theirs: socket.socket | None = None
+        if hello.direct:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            fds.append(theirs.fileno())
+            self._directs[conn.session] = ours
         regions = (
             list(self.regions) if hello.role == "worker" else []
         )  # of now: the client may be told of more at once
@@ -217,14 +229,16 @@ class Peer:
                 generation=self.generation,
                 fingerprint=bytes(32),
                 lookup_endpoint=f"ipc://{self.directory}/lookup.sock",
-                reply_endpoint=reply,
+                reply_endpoint="",
                 regions=len(regions),
                 max_pages=4096,
                 lease_ms=30000,
                 peers=self.peers,
             ),
-            self.control,
+            *fds,
         )
+        if theirs is not None:
+            theirs.close()
         for index, fd in enumerate(regions):
             conn.send(self.region_message(index), fd)
 
@@ -232,20 +246,36 @@ class Peer:
         while not self._stop:
             try:
                 self._replies.poll(0)  # so that it takes in who has connected
-                if not self._pull.poll(20):
-                    continue
-                self._replies.poll(0)
-                message = _decode(self._pull.recv())
-            except zmq.ZMQError:
+                poller = zmq.Poller()
+                poller.register(self._pull, zmq.POLLIN)
+                directs = {direct.fileno(): direct for direct in self._directs.values()}
+                for fd in directs:
+                    poller.register(fd, zmq.POLLIN)
+                for ready, _ in poller.poll(20):
+                    self._replies.poll(0)
+                    if ready is self._pull:
+                        self._handle_lookup(self._pull.recv())
+                    elif data := directs[ready].recv(wire.MAX_PACKET_BYTES + 1):
+                        self._handle_lookup(data)
+                    else:
+                        self._forget_direct(directs[ready])
+            except (OSError, zmq.ZMQError):
                 return
-            script = self.script.get(type(message))
-            with self._lock:
-                self.received.append(message)
-            if script is not None:
-                answer = script(None, message)  # type: ignore[arg-type]
-                for each in answer if isinstance(answer, list) else [answer]:
-                    if each is not None:
-                        self.answer_lookup(message.session, each)
+
+    def _forget_direct(self, direct: socket.socket) -> None:
+        self._directs = {s: each for s, each in self._directs.items() if each is not direct}
+        direct.close()
+
+    def _handle_lookup(self, data: bytes) -> None:
+        message = _decode(data)
+        script = self.script.get(type(message))
+        with self._lock:
+            self.received.append(message)
+        if script is not None:
+            answer = script(None, message)  # type: ignore[arg-type]
+            for each in answer if isinstance(answer, list) else [answer]:
+                if each is not None:
+                    self.answer_lookup(message.session, each)
 
 
 @contextlib.contextmanager

@@ -273,6 +273,10 @@ class ScriptedLookup:
         self.polls += 1
         return self.answer
 
+    def wait(self, timeout_s: float) -> int | None:
+        assert not self.cancelled and timeout_s > 0
+        return self.answer
+
     def trim(self, first_page: int) -> None:
         assert not self.cancelled
         self.trims.append(first_page)

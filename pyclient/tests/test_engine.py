@@ -11,6 +11,7 @@ import contextlib
 import copy
 import itertools
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -23,7 +24,6 @@ from unittest import mock
 
 import pytest
 import torch
-import zmq
 from lookaside import space, wire
 from lookaside.connector import LookasideConnector
 from lookaside.prefill import PrefillRate
@@ -628,7 +628,7 @@ def test_a_lease_that_ended_in_the_queue_fails_no_load(engines, sidecars):
 
     (link,) = engine.role.setup.sidecars._lookups._links.present
     until(
-        lambda: link.pull.getsockopt(zmq.EVENTS) & zmq.POLLIN
+        lambda: select.select([link.fileno()], [], [], 0)[0]
     )  # it has answered, and nobody has looked
     until(lambda: lease() == "not_found")
     engine.abort(hog)
@@ -854,3 +854,60 @@ def test_nothing_of_it_is_left(engines, sidecars, tmp_path):
     while status_of(Path(sidecars[0].endpoint))["sessions"]:
         assert time.monotonic() < deadline, "the session outlives its client"
         time.sleep(0.02)
+
+
+def asked_again(engine: Any) -> list[str]:
+    """The requests that vLLM was told to ask again for, from now on: the list grows."""
+    found: list[str] = []
+    ask = engine.role.get_num_new_matched_tokens
+
+    def noted(request: Any, computed: int) -> tuple[int | None, bool]:
+        tokens, later = ask(request, computed)
+        if tokens is None:
+            found.append(request.request_id)
+        return tokens, later
+
+    engine.role.get_num_new_matched_tokens = noted
+    return found
+
+
+PATIENT = {"lookaside.lookup_wait_ms": 1000, "lookaside.lookup_wait_step_ms": 1000}
+
+
+def test_hits_and_misses_are_known_in_the_call_that_asks(engines):
+    """Of a single request, and of 64 that arrive at once."""
+    engine = engines(extra=PATIENT, max_seqs=64)
+    prompt = tokens(9 * BLOCK + 1)
+    again = asked_again(engine)
+    engine.ask(prompt)
+    engine.forget_local()
+    assert engine.ask(prompt)[1] == 9
+    engine.forget_local()
+    for i in range(64):
+        engine.add(prompt if i % 2 else tokens(3 * BLOCK, seed=100 + i), max_tokens=1)
+    engine.run()
+    assert again == []
+    engine.settle()
+
+
+def test_a_stopped_sidecar_is_waited_for_once(engines, sidecars):
+    engine = engines(extra=PATIENT | {"lookaside.lookup_timeout_ms": 60_000}, max_seqs=64)
+    engine.ask(tokens(9 * BLOCK + 1))
+    sidecars[0].signal(signal.SIGSTOP)
+    waits: list[float] = []
+    observe = engine.role.setup.stats.observe
+
+    def noted(name: str, seconds: float) -> None:
+        if name == "lookup_wait_seconds" and seconds > 0.5:
+            waits.append(seconds)
+        observe(name, seconds)
+
+    engine.role.setup.stats.observe = noted
+    for i in range(8):
+        engine.add(tokens(3 * BLOCK, seed=200 + i), max_tokens=1)
+    for _ in range(20):
+        engine.step()
+    assert len(waits) == 1
+    sidecars[0].signal(signal.SIGCONT)
+    engine.run()
+    engine.settle()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from lookaside import wire
 from lookaside.lookups import Lookup, LookupClient
 from lookaside.session import Session
@@ -406,8 +406,8 @@ def test_a_promise_read_late_counts_from_then(ranks: Ranks) -> None:
     lookup = ranks.client.start(0, b"", bytes(32 * 4))
     for peer in ranks.peers:
         peer.wait_for(wire.Lookup)
-    links = [link for link in ranks.client._links.present if link is not None]
-    until(lambda: all(int(link.pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN for link in links))
+    fds = [link.fileno() for link in ranks.client._links.present if link is not None]
+    until(lambda: len(select.select(fds, [], [], 0)[0]) == len(fds))
     ranks.clock.now += 5
     assert lookup.poll() is None and ranks.client.timeouts == 0
     for rank in (0, 1):
@@ -488,3 +488,50 @@ def test_closed_client_misses(ranks: Ranks) -> None:
     ranks.client.close()
     assert ranks.client.start(0, b"", bytes(32)).poll() == 0
     ranks.client.close()
+
+
+def test_an_answer_on_its_way_is_waited_for(ranks: Ranks) -> None:
+    ranks.answers(5, 3)
+    lookup = ranks.client.start(0, b"", bytes(32 * 8))
+    assert lookup.wait(30) == 3
+
+
+def test_what_waits_for_a_tier_is_not_waited_for(ranks: Ranks) -> None:
+    for peer in ranks.peers:
+        peer.script[wire.Lookup] = lambda conn, m: wire.LookupPending(m.lookup, 0, 0)
+    lookup = ranks.client.start(0, b"", bytes(32 * 8))
+    assert lookup.wait(1000) is None  # as soon as it is known
+    assert ranks.client.promotions == 0
+    for rank in (0, 1):
+        answer(ranks, rank, lookup, 4)
+    assert answered(lookup) == 4
+
+
+def test_a_silent_rank_is_waited_for_once_until_it_speaks(ranks: Ranks) -> None:
+    ranks.answers(8, None)
+    first = ranks.client.start(0, b"", bytes(32 * 8))
+    second = ranks.client.start(0, b"", bytes(32 * 8))
+    for peer in ranks.peers:
+        peer.wait_for(wire.Lookup, 2)
+    assert first.wait(0.001) is None
+    assert first.wait(1000) is None and second.wait(1000) is None
+    answer(ranks, 1, first, 6)
+    assert answered(first) == 6
+    ranks.answers(8, 7)
+    assert ranks.client.start(0, b"", bytes(32 * 8)).wait(30) == 7
+
+
+def test_what_the_direct_socket_does_not_take_goes_over_zmq(ranks: Ranks) -> None:
+    """A lookup that is longer than a packet may be, and lookups that nobody reads for a while."""
+    ranks.answers(9, 9)
+    assert ranks.client.start(0, b"", bytes(32 * 60_000)).wait(30) == 9
+    lookups = [ranks.client.start(0, b"", bytes(32 * 4000)) for _ in range(40)]
+    assert [lookup.wait(30) for lookup in lookups] == [9] * 40
+
+
+def test_a_dead_rank_is_not_waited_for(ranks: Ranks) -> None:
+    ranks.answers(8, None)
+    lookup = ranks.client.start(0, b"", bytes(32 * 8))
+    ranks.peers[1].wait_for(wire.Lookup)
+    ranks.peers[1].close()
+    assert lookup.wait(30) == 0

@@ -10,10 +10,14 @@ from lookaside.events import Feed
 
 
 class Lookup(Protocol):
-    """One lookup on all ranks; see lookups.py. No method blocks."""
+    """One lookup on all ranks; see lookups.py. No method but wait blocks."""
 
     def poll(self) -> int | None:
         """Return how many pages every rank holds, from the first asked for; None while unknown."""
+        ...
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Poll until the answer is known, for so long at most."""
         ...
 
     def trim(self, first_page: int) -> None:

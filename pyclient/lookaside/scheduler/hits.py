@@ -1,8 +1,9 @@
 """Lookups, and the hit that vLLM is told.
 
-A lookup starts when a request is added, for its whole prefix. vLLM asks for the hit later. While
-the answer is out, vLLM is told to ask again: for a few steps at most where the pages lie in the
-sidecars' memory, for longer where they are brought up from a tier below. What vLLM turns out to
+A lookup starts when a request is added, for its whole prefix. vLLM asks for the hit later. If the
+answer is still out then, it is waited for a moment (waiting.py): where the pages lie in the
+sidecars' memory, that is enough. After that vLLM is told to ask again, for as long as pages are
+brought up from a tier below. What vLLM turns out to
 have itself is trimmed from the lookup, so that it is not brought up either.
 
 An answer belongs to the prefix and the local hit that it was asked for. The lookup is replaced when
@@ -23,6 +24,7 @@ from lookaside.scheduler.promises import Promises
 from lookaside.scheduler.requests import Question, RequestState
 from lookaside.scheduler.setup import Setup
 from lookaside.scheduler.states import States
+from lookaside.scheduler.waiting import Waiting
 
 # After this a miss is looked up again while the request still waits: others may have stored it.
 _MISS_LIFE_S = 1.0
@@ -45,6 +47,7 @@ class Hits:
         promises: Promises,
         states: States,
         pace: Pace,
+        waiting: Waiting,
     ) -> None:
         self._setup = setup
         self._names = names
@@ -52,6 +55,7 @@ class Hits:
         self._promises = promises
         self._states = states
         self._pace = pace
+        self._waiting = waiting
         self._lookup_pages = _MAX_LOAD_CHUNKS * setup.chunk
         self.holding = 0
         """Requests with a lookup."""
@@ -235,7 +239,7 @@ class Hits:
     def _take_answer(self, asked: Question) -> bool:
         """Report whether the answer to a lookup is in, and note it."""
         assert asked.lookup is not None
-        pages = asked.lookup.poll()
+        pages = self._waiting.answer(asked.lookup)
         now = self._setup.clock()
         if pages is None:
             asked.leased = now

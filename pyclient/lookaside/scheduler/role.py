@@ -27,6 +27,7 @@ from lookaside.scheduler.rows import Rows
 from lookaside.scheduler.saves import Saves
 from lookaside.scheduler.setup import Setup
 from lookaside.scheduler.states import States
+from lookaside.scheduler.waiting import Waiting
 from lookaside.stats import Collector
 
 if TYPE_CHECKING:
@@ -84,9 +85,16 @@ class SchedulerConnector:
         self.promises = Promises(setup, self.names)
         self.identification = Identification(setup, self.identities, self.promises)
         self.announcements = Announcements(book, self.names)
-        self.states = States(setup, self.rows, self.names, self.pace)
+        self.waiting = Waiting(setup)
+        self.states = States(setup, self.rows, self.names, self.pace, self.waiting)
         self.hits = Hits(
-            setup, self.names, self.identification, self.promises, self.states, self.pace
+            setup,
+            self.names,
+            self.identification,
+            self.promises,
+            self.states,
+            self.pace,
+            self.waiting,
         )
         self.in_step = InStep(setup, self.pace, self.promises)
         self.loads = Loads(setup, self.rows, self.hits, self.states, self.in_step)
@@ -197,6 +205,7 @@ class SchedulerConnector:
         """Return this step's work. The loads go first: a lost load would park its request."""
         self.pace.note_step(bool(self.requests), output.total_num_scheduled_tokens > 0)
         self.loads.begin_step()
+        self.waiting.begin_step()
         meta = LookasideMetadata(
             loads=self.loads.ordered, saves=self.saves.of_ended, aborted=self.loads.aborted
         )

@@ -21,6 +21,7 @@ from lookaside.scheduler.pace import Pace
 from lookaside.scheduler.requests import Question, RequestState
 from lookaside.scheduler.rows import Rows
 from lookaside.scheduler.setup import Setup
+from lookaside.scheduler.waiting import Waiting
 
 # States are looked up at the ends of this many pages at once, then of twice as many, and so on.
 _STATES_AT_ONCE = 4
@@ -31,11 +32,14 @@ _MAX_STATES = 252
 class States:
     """Finds, loads and saves the states at the ends of pages."""
 
-    def __init__(self, setup: Setup, rows: Rows, names: Names, pace: Pace) -> None:
+    def __init__(
+        self, setup: Setup, rows: Rows, names: Names, pace: Pace, waiting: Waiting
+    ) -> None:
         self._setup = setup
         self._rows = rows
         self._names = names
         self._pace = pace
+        self._waiting = waiting
         self.groups = rows.states
         """The KV-cache groups that keep states; none for most models."""
 
@@ -56,7 +60,7 @@ class States:
                 if page <= first:
                     self._cancel(asked)
                     break
-                pages = lookup.poll()
+                pages = self._waiting.answer(lookup)
                 if pages is None:
                     return None
                 del asked.states[0]
