@@ -38,6 +38,7 @@ except ImportError as error:
 
 from lookaside import config as settings
 from lookaside import space
+from lookaside.calltimes import CallTimes
 from lookaside.metadata import LookasideMetadata
 from lookaside.stats import Collector, LookasidePromMetrics, LookasideStats
 
@@ -80,6 +81,26 @@ def _contained(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
     return decorate
 
 
+def _timed(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
+    """As _contained, for a call that vLLM makes within its steps: record how long it takes."""
+
+    def decorate(method: _Method) -> _Method:
+        contained = _contained(default)(method)
+
+        @functools.wraps(method)
+        def call(self: LookasideConnector, *args: Any, **kwargs: Any) -> Any:
+            times = self._call_times
+            begin = times.clock()
+            try:
+                return contained(self, *args, **kwargs)
+            finally:
+                times.add(method.__name__, times.clock() - begin)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
 def _nothing() -> None:
     return None
 
@@ -115,6 +136,9 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         self._seen: set[tuple[str, str]] = set()
         self._seen_lock = threading.Lock()
         self._stats = Collector()
+        self._call_times = CallTimes(
+            "scheduler" if role == KVConnectorRole.SCHEDULER else "worker", self._stats
+        )
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
 
@@ -183,12 +207,12 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
-    @_contained(lambda: (0, False))
+    @_timed(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -196,20 +220,21 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    @_contained(LookasideMetadata)
+    @_timed(LookasideMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return LookasideMetadata()
+        self._call_times.end_step(scheduler_output.total_num_scheduled_tokens > 0)
         return self._scheduler.build_connector_meta(scheduler_output)
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
@@ -219,7 +244,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_contained(lambda: (False, None))
+    @_timed(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -256,24 +281,26 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None:
             self._worker.handle_preemptions(kv_connector_metadata)
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.bind_connector_metadata(connector_metadata)
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def clear_connector_metadata(self) -> None:
+        metadata = self._connector_metadata
         super().clear_connector_metadata()
         if self._worker is not None:
             self._worker.clear_connector_metadata()
+            self._call_times.end_step(isinstance(metadata, LookasideMetadata) and not metadata.idle)
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_load_kv()
@@ -286,18 +313,18 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Nothing: pages are saved whole, after the forward."""
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.wait_for_save()
 
-    @_contained(lambda: (None, None))
+    @_timed(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
         return self._worker.get_finished(finished_req_ids)
 
-    @_contained(KVConnectorTransferResults)
+    @_timed(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return what get_finished does, and which loads failed as a whole."""
         results = KVConnectorTransferResults()
@@ -307,13 +334,13 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             results.failed_recving = self._worker.failed_requests(results.finished_recving)
         return results
 
-    @_contained(lambda: set())
+    @_timed(lambda: set())
     def get_block_ids_with_load_errors(self) -> set[int]:
         if self._worker is None:
             return set()
         return self._worker.get_block_ids_with_load_errors()
 
-    @_contained(_nothing)
+    @_timed(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None if self._worker is None else self._worker.build_connector_worker_meta()
 
@@ -331,7 +358,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._stats.take()
 
-    @_contained(tuple)
+    @_timed(tuple)
     def take_events(self) -> Iterable[Any]:
         """Return events of blocks that the sidecars of all ranks hold, or hold no more (medium
         CPU)."""

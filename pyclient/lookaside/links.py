@@ -88,14 +88,15 @@ class Link:
     def _queue(self, data: bytes) -> bool:
         """Send over ZMQ. Its socket is made when the first message needs it."""
         try:
-            if self._push is None:
+            push = self._push
+            if push is None:
                 self._context = zmq.Context()
                 self._context.set(zmq.BLOCKY, 0)
-                self._push = self._context.socket(zmq.PUSH)
-                self._push.setsockopt(zmq.LINGER, 0)
-                self._push.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-                self._push.connect(self._endpoint)
-            self._push.send(data, zmq.DONTWAIT)
+                push = self._push = self._context.socket(zmq.PUSH)
+                push.setsockopt(zmq.LINGER, 0)
+                push.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+                push.connect(self._endpoint)
+            push.send(data, zmq.DONTWAIT)
             return True
         except zmq.ZMQError:
             return False

@@ -54,10 +54,14 @@ GAUGES: dict[str, str] = {
 }
 """Gauge name to its meaning; of several values the newest counts."""
 
+LABELLED: dict[str, str] = {"call_seconds": "call"}
+"""Histogram name to the label that it has of its own. Its observations are named NAME:VALUE."""
+
 HISTOGRAMS: dict[str, str] = {
     "lookup_seconds": "Time from sending a lookup to using its answer.",
     "lookup_wait_seconds": "Time that a call of the scheduler waited for a lookup's answer.",
     "load_seconds": "Time that a load took in a worker.",
+    "call_seconds": "Time that one of vLLM's calls of the connector took, by its name.",
     "save_seconds": "Time that a save took in a worker, waiting for room included.",
 }
 
@@ -100,7 +104,7 @@ class LookasideStats(KVConnectorStats):
                 out[name] = value
             elif value:
                 ordered = sorted(value)
-                base = name.removesuffix("_seconds")
+                base = name.replace("_seconds", "").replace(":", "_")
                 out[f"{base}_p50_ms"] = round(ordered[len(ordered) // 2] * 1e3, 3)
                 out[f"{base}_max_ms"] = round(ordered[-1] * 1e3, 3)
         return out
@@ -172,23 +176,26 @@ class LookasidePromMetrics(KVConnectorPromMetrics):
                 labelnames=labelnames,
             )
         for name, meaning in HISTOGRAMS.items():
+            own = [LABELLED[name]] if name in LABELLED else []
             self._metrics[name] = histogram(
                 name=f"vllm:lookaside_{name}",
                 documentation=meaning,
                 buckets=_BUCKETS,
-                labelnames=labelnames,
+                labelnames=[*labelnames, *own],
             )
         self._children: dict[tuple[int, str], Any] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's statistics; unknown names are left out."""
         for name, value in transfer_stats_data.items():
-            metric = self._metrics.get(name)
-            if metric is None:
+            base, _, own = name.partition(":")
+            metric = self._metrics.get(base)
+            if metric is None or bool(own) != (base in LABELLED):
                 continue
             child = self._children.get((engine_idx, name))
             if child is None:
-                child = metric.labels(*self.per_engine_labelvalues[engine_idx])
+                values = [*self.per_engine_labelvalues[engine_idx], *([own] if own else [])]
+                child = metric.labels(*values)
                 self._children[engine_idx, name] = child
             if isinstance(value, list):
                 for seconds in value:

@@ -95,6 +95,7 @@ def test_prometheus(model):
     assert prom is not None
     prom.observe({"hit_tokens": 7, "lookup_seconds": [0.001, 0.3], "of a later version": 1}, 1)
     prom.observe({"hit_tokens": 3}, 1)
+    prom.observe({"call_seconds:wait_for_save": [0.01, 0.02], "call_seconds": [9.0]})
     prom.observe({"errors": 1, "prefill_tokens_per_second": 5000.0})
     prom.observe({"prefill_tokens_per_second": 4000.0})
 
@@ -104,6 +105,8 @@ def test_prometheus(model):
     assert value("vllm:lookaside_hit_tokens_total", "1") == 10
     assert value("vllm:lookaside_lookup_seconds_count", "1") == 2
     assert value("vllm:lookaside_errors_total", "0") == 1
+    labels = {"model_name": "m", "engine": "0", "call": "wait_for_save"}
+    assert registry.get_sample_value("vllm:lookaside_call_seconds_count", labels) == 2
     assert value("vllm:lookaside_prefill_tokens_per_second", "0") == 4000
     families = {family.name for family in registry.collect()}
     assert families == {f"vllm:lookaside_{name}" for name in [*COUNTERS, *GAUGES, *HISTOGRAMS]}
