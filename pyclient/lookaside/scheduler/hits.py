@@ -3,8 +3,8 @@
 A lookup starts when a request is added, for its whole prefix. vLLM asks for the hit later. If the
 answer is still out then, it is waited for a moment (waiting.py): where the pages lie in the
 sidecars' memory, that is enough. After that vLLM is told to ask again, for as long as pages are
-brought up from a tier below. What vLLM turns out to
-have itself is trimmed from the lookup, so that it is not brought up either.
+brought up from a tier below. What vLLM turns out to have itself is trimmed from the lookup, so that
+it is not brought up either.
 
 An answer belongs to the prefix and the local hit that it was asked for. The lookup is replaced when
 one of them changes. It is replaced once if its lease may end before a worker has taken it over; a
