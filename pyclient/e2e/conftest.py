@@ -217,7 +217,7 @@ def stands(logs: Path | None) -> Iterator[Stands]:
 @pytest.fixture(scope="session")
 def pair(small_model: Path, stands: Stands) -> Iterator[Pair]:
     with stands(small_model) as stand:
-        settings = {"events_endpoint": f"ipc://{stand.directory}/events", "events_interval": "1ms"}
+        settings = {"events_endpoint": f"ipc://{stand.directory}/events"}
         sidecar = stand.sidecar(settings=settings)
         config = configured(stand.endpoint(), **HURRIED)
         port = free_port()

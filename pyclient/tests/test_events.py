@@ -126,7 +126,6 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return {
         "events_endpoint": f"ipc://{tmp_path}/events",
         "events_replay_endpoint": f"ipc://{tmp_path}/replay",
-        "events_interval": "1ms",
     }
 
 
