@@ -43,8 +43,7 @@ func TestAPrefixOutlivesASidecarOnDAX(t *testing.T) {
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	d, _ = startDaemon(t, withDAX(t, dir,
-		":restore_workers=2:restore_max_regions=1:store_workers=1:lookup_workers=1"))
+	d, _ = startDaemon(t, withDAX(t, dir, ""))
 	if st := d.operations.Tiers()[0]; st.Pages != pages {
 		t.Errorf("%+v", st)
 	}

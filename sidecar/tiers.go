@@ -67,9 +67,8 @@ func openTier(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
 func daxOptions(c *settings.DAXConfig, log *zap.Logger) daxtier.Options {
 	o := daxtier.Options{
 		OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles,
-		SlabBytes: c.Slab, Policy: c.Eviction, LoadWorkers: c.RestoreWorkers,
-		MaxRegions: c.MaxRegions, StoreWorkers: c.StoreWorkers, LookupWorkers: c.LookupWorkers,
-		HotPlug: c.HotPlug, Seed: connector.RandomID(), Log: log,
+		SlabBytes: c.Slab, Policy: c.Eviction, HotPlug: c.HotPlug, Seed: connector.RandomID(),
+		Log: log,
 	}
 	for _, d := range c.Devices {
 		size := d.Size

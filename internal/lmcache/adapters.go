@@ -577,27 +577,20 @@ func daxDevice(c *converter, g *given) (verdict, error) {
 	return became("what it holds is found again after a restart; several ranks may share it: see rank and ranks", "tiers: dax: devices"), nil
 }
 
-func daxKey(to string) rule {
-	return func(c *converter, g *given) (verdict, error) {
-		if c.extra["dax.device_path"].off() {
-			return unused("there is no dax.device_path"), nil
-		}
-		if c.daxPrimary() && to == "devices" {
-			return became("", "arena.dax.devices"), nil
-		}
-		if c.daxPrimary() {
-			return unused("nothing is brought up from the device: the arena lies on it"), nil
-		}
-		if to == "devices" {
-			return became("", "tiers: dax: devices"), nil
-		}
-		n, err := g.integer(1, 256)
-		if err != nil {
-			return verdict{}, err
-		}
-		return c.onTiers(g, "dax", to, n), nil
+// daxSize is the rule for the size of dax.device_path.
+func daxSize(c *converter, g *given) (verdict, error) {
+	switch {
+	case c.extra["dax.device_path"].off():
+		return unused("there is no dax.device_path"), nil
+	case c.daxPrimary():
+		return became("", "arena.dax.devices"), nil
+	default:
+		return became("", "tiers: dax: devices"), nil
 	}
 }
+
+// whyDAXWorkers is why the numbers of threads are no settings.
+const whyDAXWorkers = "the program chooses how many threads copy: as many as memory and processors allow"
 
 func (c *converter) daxAdapter(a *adapter, tell func(verdict, ...string)) (verdict, error) {
 	var devices []device
@@ -659,11 +652,6 @@ func (c *converter) daxAdapter(a *adapter, tell func(verdict, ...string)) (verdi
 	tell(unused("it is off, as by default"), "hotplug_enabled")
 	tell(builtIn("slots are as large as the chunks in them; a device has chunks of several sizes"),
 		"slot_bytes")
-	for _, w := range [][2]string{{"num_load_workers", "restore_workers"},
-		{"num_store_workers", "store_workers"}, {"num_lookup_workers", "lookup_workers"}} {
-		if err := a.workers(t, tell, w[1], 256, w[0]); err != nil {
-			return verdict{}, err
-		}
-	}
+	tell(builtIn(whyDAXWorkers), "num_load_workers", "num_store_workers", "num_lookup_workers")
 	return became("what it holds is found again after a restart; several ranks may share a device: see rank and ranks", "tiers: dax"), nil
 }

@@ -395,11 +395,10 @@ func TestS3(t *testing.T) {
 
 func TestDAX(t *testing.T) {
 	type want struct {
-		devices                         string
-		restore, regions, store, lookup int
-		hotplug, files                  bool
-		eviction                        string
-		keys                            int // that became the tier
+		devices        string
+		hotplug, files bool
+		eviction       string
+		keys           int // that became the tier
 	}
 	for _, tc := range []struct {
 		name, text, adapter string
@@ -407,16 +406,16 @@ func TestDAX(t *testing.T) {
 	}{
 		{"plugin", "storage_plugins: [dax]\ncache_policy: LRU\nextra_config:\n  storage_plugin.dax.module_path: lmcache.v1.storage_backend.plugins.dax_backend\n  storage_plugin.dax.class_name: DaxBackend\n" +
 			"  dax.device_path: /dev/dax1.0\n  dax.max_dax_size: 100\n  dax.restore_workers: 16\n  dax.restore_max_regions: 12\n  dax.retrieve_staging_slab_bytes: 268435456\n", "",
-			want{"/dev/dax1.0 107374182400", 16, 12, 4, 0, false, false, "lru", 5}},
+			want{"/dev/dax1.0 107374182400", false, false, "lru", 3}},
 		{"one device", "", `{"type": "dax", "device_path": "/dev/dax1.0", "max_dax_size_gb": 100, "slot_bytes": 268435456, "num_store_workers": 1, "num_lookup_workers": 2, "num_load_workers": 4, "persist_enabled": true,
 			"eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1}}`,
-			want{"/dev/dax1.0 107374182400", 4, 8, 1, 2, false, false, "lru", 7}},
+			want{"/dev/dax1.0 107374182400", false, false, "lru", 4}},
 		{"two devices", "", `{"type": "dax", "devices": [{"device_path": "/dev/dax0.0", "max_dax_size_gb": 1.5}, {"device_path": "/dev/dax0.1", "max_dax_size_gb": 2}], "slot_bytes": 1, "hotplug_enabled": true}`,
-			want{"/dev/dax0.0 1610612736,/dev/dax0.1 2147483648", 8, 8, 4, 0, true, false,
+			want{"/dev/dax0.0 1610612736,/dev/dax0.1 2147483648", true, false,
 				"adaptive", 3}},
 		{"none yet", "", `{"type": "dax", "devices": [], "slot_bytes": 1, "hotplug_enabled": true}`,
-			want{"", 8, 8, 4, 0, true, false, "adaptive", 3}},
-		{"a file", "", `{"type": "dax", "device_path": "/mnt/kv.img", "max_dax_size_gb": 1, "slot_bytes": 1}`, want{"/mnt/kv.img 1073741824", 8, 8, 4, 0, false, true, "adaptive", 3}},
+			want{"", true, false, "adaptive", 3}},
+		{"a file", "", `{"type": "dax", "device_path": "/mnt/kv.img", "max_dax_size_gb": 1, "slot_bytes": 1}`, want{"/mnt/kv.img 1073741824", false, true, "adaptive", 3}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			src := source(tc.text)
@@ -432,8 +431,7 @@ func TestDAX(t *testing.T) {
 			for _, dev := range d.Devices {
 				devices = append(devices, fmt.Sprintf("%s %d", dev.Path, dev.Size))
 			}
-			got := want{strings.Join(devices, ","), d.RestoreWorkers, d.MaxRegions, d.StoreWorkers,
-				d.LookupWorkers, d.HotPlug, d.AllowFiles, d.Eviction, 0}
+			got := want{strings.Join(devices, ","), d.HotPlug, d.AllowFiles, d.Eviction, 0}
 			for _, k := range r.Keys {
 				if len(k.To) > 0 && strings.HasPrefix(k.To[0], "tiers: dax") {
 					got.keys++
@@ -576,8 +574,7 @@ func TestArenaOnDevices(t *testing.T) {
 	}{
 		{"primary", source("max_local_cpu_size: 80\nlocal_cpu_use_hugepages: true\nnuma_mode: auto\nstorage_plugins: [dax]\nextra_config:\n  dax.mode: primary\n  dax.device_path: /dev/dax1.0\n  dax.max_dax_size: 100\n  dax.restore_workers: 16"),
 			want{"/dev/dax1.0 107374182400", false, []string{"max_local_cpu_size",
-				"local_cpu_use_hugepages", "numa_mode", "extra_config.dax.restore_workers"},
-				false}},
+				"local_cpu_use_hugepages", "numa_mode"}, false}},
 		{"primary, all of it", source(
 			"extra_config: {dax.mode: Primary, dax.device_path: /dev/dax1.0}"),
 			want{"/dev/dax1.0 0", false, nil, false}},

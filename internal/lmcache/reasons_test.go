@@ -93,6 +93,7 @@ var claims = map[string]claim{
 	"what it holds is found again after a restart; several ranks may share a device: see rank and ranks":                      {has: []string{"dax: rank", "dax: ranks"}},
 	"the arena lies on the device, and what it holds is found again after a restart":                                          {has: []string{"arena.kind", "arena.dax.devices"}, docs: "docs/dax.md#The arena"},
 	"what a tier holds is always found again after a restart":                                                                 {lacks: []string{"persist"}},
+	"the program chooses how many threads copy: as many as memory and processors allow":                                       {lacks: []string{"restore_workers", "store_workers", "lookup_workers", "restore_max_regions"}},
 	"nothing is staged: a restore is one copy from the device into the arena":                                                 {lacks: []string{"staging"}},
 	"Mooncake is not a tier: a redis or s3 tier shares between hosts":                                                         {has: remotes, lacks: []string{"mooncake"}},
 	"Aerospike is not a tier: a redis or s3 tier shares between hosts":                                                        {has: remotes, lacks: []string{"aerospike"}},

@@ -206,9 +206,8 @@ var extraTable = []struct {
 	rule rule
 }{
 	{"dax.device_path", daxDevice},
-	{"dax.max_dax_size dax.arena_size_gb", daxKey("devices")},
-	{"dax.restore_workers", daxKey("restore_workers")},
-	{"dax.restore_max_regions", daxKey("restore_max_regions")},
+	{"dax.max_dax_size dax.arena_size_gb", daxSize},
+	{"dax.restore_workers dax.restore_max_regions", say(builtIn(whyDAXWorkers))},
 	{"dax.retrieve_staging_slab_bytes",
 		say(builtIn("nothing is staged: a restore is one copy from the device into the arena"))},
 	{"dax.mode", func(c *converter, g *given) (verdict, error) {

@@ -40,6 +40,10 @@ type formerTierKey struct{ kind, key string }
 
 var formerTierKeys = []formerTierKey{
 	{TierRedis, "split"},
+	{TierDAX, "restore_workers"},
+	{TierDAX, "restore_max_regions"},
+	{TierDAX, "store_workers"},
+	{TierDAX, "lookup_workers"},
 }
 
 // formerError returns the error for a former name of a setting, as form writes names, and nil for

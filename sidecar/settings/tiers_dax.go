@@ -12,12 +12,8 @@ import (
 // DAXConfig has the settings that only a tier of DAX devices has.
 type DAXConfig struct {
 	DAXDevices
-	Size           int64 // bytes of devices without a size of their own; 0: all
-	RestoreWorkers int
-	MaxRegions     int
-	StoreWorkers   int
-	LookupWorkers  int // 0: not bounded
-	Eviction       string
+	Size     int64 // bytes of devices without a size of their own; 0: all
+	Eviction string
 }
 
 // DAXDevices has the settings that a tier and an arena on DAX devices share.
@@ -70,17 +66,6 @@ var daxSettings = []TierSetting{
 		func(c *TierConfig) *int { return &c.DAX.Rank }),
 	flagSetting("allow_files", []string{TierDAX},
 		"Whether regular files may stand in for devices. One that is not there is made, of the size that is set.", func(c *TierConfig) *bool { return &c.DAX.AllowFiles }),
-	countSetting("restore_workers", []string{TierDAX}, "8", 1, 256, "threads",
-		"How many threads copy from the devices into the arena; no more than there are processors.",
-		func(c *TierConfig) *int { return &c.DAX.RestoreWorkers }),
-	countSetting("restore_max_regions", []string{TierDAX}, "8", 1, 256, "regions",
-		"How many regions are on their way into the arena at a time: pieces of large chunks, and runs of small ones that are neighbours.", func(c *TierConfig) *int { return &c.DAX.MaxRegions }),
-	countSetting("store_workers", []string{TierDAX}, "4", 1, 256, "threads",
-		"How many threads copy from the arena onto the devices; no more than there are processors.",
-		func(c *TierConfig) *int { return &c.DAX.StoreWorkers }),
-	countSetting("lookup_workers", []string{TierDAX}, "0", 0, 256, "lookups (0: any number)",
-		"How many lookups walk the index at a time. They are answered from memory and wait for nothing, so this is of use only to keep cores free.",
-		func(c *TierConfig) *int { return &c.DAX.LookupWorkers }),
 	choiceSetting("eviction", []string{TierDAX}, policy.Default, evictionMeaning, policy.Names(),
 		func(c *TierConfig) *string { return &c.DAX.Eviction }),
 	{

@@ -82,7 +82,7 @@ func TestTiersOfTheFile(t *testing.T) {
 func TestDAXTiers(t *testing.T) {
 	of := func(edit func(*DAXConfig)) DAXConfig {
 		c := DAXConfig{DAXDevices: DAXDevices{Devices: []DAXDevice{{Path: "/dev/dax0.0"}},
-			Ranks: 1}, RestoreWorkers: 8, MaxRegions: 8, StoreWorkers: 4, Eviction: policy.Default}
+			Ranks: 1}, Eviction: policy.Default}
 		edit(&c)
 		return c
 	}
@@ -104,10 +104,9 @@ func TestDAXTiers(t *testing.T) {
 				DAXDevice{"/dev/x", 1 << 20})
 			c.Size = 1 << 30
 		})},
-		{"all keys", file("devices: [/dev/dax0.0]; offset: 2M; rank: 1; ranks: 2; allow_files: true; restore_workers: 3; restore_max_regions: 5; store_workers: 2; lookup_workers: 9; eviction: lru; slab: 256M; hotplug: true"), nil,
+		{"all keys", file("devices: [/dev/dax0.0]; offset: 2M; rank: 1; ranks: 2; allow_files: true; eviction: lru; slab: 256M; hotplug: true"), nil,
 			of(func(c *DAXConfig) {
-				c.Offset, c.Rank, c.Ranks, c.AllowFiles, c.RestoreWorkers = 2<<20, 1, 2, true, 3
-				c.MaxRegions, c.StoreWorkers, c.LookupWorkers = 5, 2, 9
+				c.Offset, c.Rank, c.Ranks, c.AllowFiles = 2<<20, 1, 2, true
 				c.Eviction, c.Slab, c.HotPlug = "lru", 256<<20, true
 			})},
 		{"none yet", file("devices: []; hotplug: true"), nil,

@@ -63,11 +63,13 @@ type Options struct {
 	WatchEvery time.Duration
 	// LoadWorkers is the number of threads that copy for restores. MaxRegions is the number of
 	// regions (pieces of large chunks, runs of small neighbours) submitted at a time. Default 8
-	// each; there are never more threads than processors.
+	// each; there are never more threads than processors. No setting of the sidecar: copies
+	// wait for nothing but memory, so that more threads than processors are no faster.
 	LoadWorkers, MaxRegions int
 	// StoreWorkers is the number of threads that copy for stores. Default 4.
 	StoreWorkers int
-	// LookupWorkers bounds the concurrent lookups in the index; 0 means no bound.
+	// LookupWorkers bounds the concurrent lookups in the index; 0 means no bound. No setting of the
+	// sidecar: a lookup waits for nothing.
 	LookupWorkers int
 	// SysFS is where the kernel shows devices. Default /sys.
 	SysFS string
