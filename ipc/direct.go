@@ -1,6 +1,7 @@
 package ipc
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"syscall"
@@ -19,8 +20,9 @@ import (
 // busy host each of them waits for a core. A direct socket wakes nobody but the loop and the
 // client's thread.
 
-// directBuffer is the SO_SNDBUF of a client's end, bytes: its lookups that the loop has not read
-// yet. The kernel doubles it. It bounds the memory that a client can take by sending.
+// directBuffer is the SO_SNDBUF of each end, bytes: lookups that the loop has not read yet, and
+// answers that the client has not. The kernel doubles it, and counts some 800 bytes for an answer.
+// It bounds the memory that a client can take by sending, or by not reading.
 const directBuffer = wire.SocketBufferBytes
 
 // direct is the loop's end of a session's direct socket.
@@ -37,9 +39,13 @@ func (l *LookupSockets) AddDirect(id uint64, secret []byte) (int, error) {
 		return -1, fmt.Errorf("direct socket: %w", err)
 	}
 	ours, theirs := fds[0], fds[1]
-	// FORCE needs CAP_NET_ADMIN. Without it the kernel's cap (wmem_max) holds.
-	if unix.SetsockoptInt(theirs, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, directBuffer) != nil {
-		err = unix.SetsockoptInt(theirs, unix.SOL_SOCKET, unix.SO_SNDBUF, directBuffer)
+	for _, fd := range fds {
+		// FORCE needs CAP_NET_ADMIN. Without it the kernel's cap (wmem_max) holds, which by default
+		// has room for the answers to as many lookups as a scheduler has at a time.
+		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, directBuffer) != nil {
+			err = errors.Join(err,
+				unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, directBuffer))
+		}
 	}
 	if err == nil {
 		err = l.add(id, &replyTo{secret: slices.Clone(secret), direct: &direct{fd: ours}})

@@ -27,11 +27,10 @@ for name in MODULES:
 # on a busy machine, is not to be doubted for it, nor its answer to a load given up. How long that
 # may take the settings of servers say.
 PATIENCE_S = {
-    "lookaside.links": {"_HANDSHAKE_PATIENCE_S": 10.0},
     "lookaside.scheduler.identification": {"_IDENTITY_PATIENCE_S": 60.0},
     "lookaside.heartbeat": {"_PONG_PATIENCE_S": 60.0},
     "lookaside.session": {"_CONNECT_PATIENCE_S": 60.0},
-    "lookaside.worker.loads": {"_GRANT_PATIENCE_S": 60.0},
+    "lookaside.worker.loads": {"_GRANT_PATIENCE_S": 60.0, "_IN_STEP_PATIENCE_S": 60.0},
     "lookaside.worker.role": {"_START_PATIENCE_S": 60.0},
 }
 for name, constants in PATIENCE_S.items():
