@@ -32,7 +32,8 @@ func TestRefusals(t *testing.T) {
 		messageHas      string
 	}{
 		{name: "version", hello: workerHello("v"),
-			edit: func(h *wire.Hello) { h.Version = wire.Version + 1 }, code: wire.RefuseVersion, field: "version", wantVal: fmt.Sprint(wire.Version),
+			edit: func(h *wire.Hello) { h.Version = wire.Version + 1 },
+			code: wire.RefuseVersion, field: "version", wantVal: fmt.Sprint(wire.Version),
 			gotVal: fmt.Sprint(wire.Version + 1)},
 		{name: "scheduler before its worker", hello: schedulerHello("nobody"),
 			code: wire.RefuseNoWorker, messageHas: `"nobody"`},

@@ -205,7 +205,7 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 func (s *Server) addReplies(ses *session, wantsDirect bool) (direct int, err error) {
 	direct = -1
 	if wantsDirect {
-		direct, err = s.lookups.AddDirect(ses.id, ses.secret)
+		direct, err = s.lookups.AddDirect(ses.id)
 	} else {
 		err = s.lookups.AddSession(ses.id, ses.secret)
 	}

@@ -144,6 +144,15 @@ func unread(uc *net.UnixConn) (n int) {
 	return n
 }
 
+// setSendBuffer sets a socket's SO_SNDBUF, bytes. FORCE needs CAP_NET_ADMIN; without it the
+// kernel's cap (wmem_max) holds.
+func setSendBuffer(fd, n int) error {
+	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, n) == nil {
+		return nil
+	}
+	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, n)
+}
+
 func closeFD(fd int) {
 	if fd >= 0 {
 		unix.Close(fd)
@@ -178,12 +187,7 @@ func newConn(uc *net.UnixConn, peer Peer, pidfd, sendBuffer int, patience time.D
 	if err != nil {
 		return fail(err)
 	}
-	ctlErr := raw.Control(func(fd uintptr) {
-		// FORCE needs CAP_NET_ADMIN. Without it the kernel's cap (wmem_max) holds.
-		if unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, sendBuffer) != nil {
-			err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, sendBuffer)
-		}
-	})
+	ctlErr := raw.Control(func(fd uintptr) { err = setSendBuffer(int(fd), sendBuffer) })
 	if err = errors.Join(err, ctlErr); err != nil {
 		return fail(fmt.Errorf("SO_SNDBUF: %w", err))
 	}

@@ -22,7 +22,9 @@ import (
 
 // directBuffer is the SO_SNDBUF of each end, bytes: lookups that the loop has not read yet, and
 // answers that the client has not. The kernel doubles it, and counts some 800 bytes for an answer.
-// It bounds the memory that a client can take by sending, or by not reading.
+// Its cap for processes without privileges has room for the answers to as many lookups as a
+// scheduler has at a time. The buffer bounds the memory that a client can take by sending, or by
+// not reading.
 const directBuffer = wire.SocketBufferBytes
 
 // direct is the loop's end of a session's direct socket.
@@ -32,23 +34,16 @@ type direct struct {
 
 // AddDirect is AddSession for a session with a direct socket. It returns the descriptor of the
 // client's end, which the caller sends to the client and closes.
-func (l *LookupSockets) AddDirect(id uint64, secret []byte) (int, error) {
+func (l *LookupSockets) AddDirect(id uint64) (int, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX,
 		unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return -1, fmt.Errorf("direct socket: %w", err)
 	}
 	ours, theirs := fds[0], fds[1]
-	for _, fd := range fds {
-		// FORCE needs CAP_NET_ADMIN. Without it the kernel's cap (wmem_max) holds, which by default
-		// has room for the answers to as many lookups as a scheduler has at a time.
-		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, directBuffer) != nil {
-			err = errors.Join(err,
-				unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, directBuffer))
-		}
-	}
+	err = errors.Join(setSendBuffer(ours, directBuffer), setSendBuffer(theirs, directBuffer))
 	if err == nil {
-		err = l.add(id, &replyTo{secret: slices.Clone(secret), direct: &direct{fd: ours}})
+		err = l.add(id, &replyTo{direct: &direct{fd: ours}})
 	}
 	if err != nil {
 		closeFD(ours)

@@ -1,10 +1,7 @@
 package ipc
 
 import (
-	"encoding/hex"
-	"encoding/json"
 	"errors"
-	"os"
 	"testing"
 	"time"
 
@@ -24,7 +21,7 @@ type directClient struct {
 // directSession adds a session with a direct socket.
 func directSession(t testing.TB, s *LookupSockets, id uint64) *directClient {
 	t.Helper()
-	fd, err := s.AddDirect(id, secretOf(id))
+	fd, err := s.AddDirect(id)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -144,7 +141,7 @@ func TestDirectSockets(t *testing.T) {
 	if m := b.recv(); len(m) != 0 {
 		t.Errorf("%x after Close", m)
 	}
-	if _, err := s.AddDirect(4, secretOf(4)); !errors.Is(err, ErrClosed) {
+	if _, err := s.AddDirect(4); !errors.Is(err, ErrClosed) {
 		t.Error(err)
 	}
 }
@@ -190,25 +187,15 @@ func TestDirectSocketThatIsNotRead(t *testing.T) {
 func TestMalformedDirectMessages(t *testing.T) {
 	s, h := lookupSockets(t, LookupOptions{})
 	c := directSession(t, s, 1)
-	b, err := os.ReadFile("wire/testdata/vectors.json")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var vectors []struct {
-		Hex   string
-		Valid bool
-	}
-	if err := json.Unmarshal(b, &vectors); err != nil {
-		t.Fatal(err)
-	}
 	bad := uint64(0)
-	for _, v := range vectors {
-		if raw, _ := hex.DecodeString(v.Hex); !v.Valid && len(raw) > 0 {
-			if err := c.send(raw); err != nil {
-				t.Fatal(err)
-			}
-			bad++
+	for _, raw := range refusedMessages(t) {
+		if len(raw) == 0 { // it would end the socket
+			continue
 		}
+		if err := c.send(raw); err != nil {
+			t.Fatal(err)
+		}
+		bad++
 	}
 	eventually(t, "golden vectors to refuse are refused",
 		func() bool { return h.malformed.Load() == bad })

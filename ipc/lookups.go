@@ -223,7 +223,7 @@ func (l *LookupSockets) ReplyEndpoint() string { return endpoint(filepath.Join(l
 
 // replyTo is where a session's replies go.
 type replyTo struct {
-	secret []byte  // the routing id at the ROUTER
+	secret []byte  // the routing id at the ROUTER; unused with direct
 	direct *direct // nil: by the ROUTER
 }
 

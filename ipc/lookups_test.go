@@ -268,6 +268,32 @@ func TestLookups(t *testing.T) {
 	a.ask(1, 12, 3)
 }
 
+// refusedMessages returns the golden messages that are to be refused.
+func refusedMessages(t *testing.T) (all [][]byte) {
+	t.Helper()
+	b, err := os.ReadFile("wire/testdata/vectors.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var vectors []struct {
+		Hex   string
+		Valid bool
+	}
+	if err := json.Unmarshal(b, &vectors); err != nil {
+		t.Fatal(err)
+	}
+	for _, v := range vectors {
+		if !v.Valid {
+			raw, err := hex.DecodeString(v.Hex)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all = append(all, raw)
+		}
+	}
+	return all
+}
+
 // Whatever comes over the lookup socket, the loop goes on and answers.
 func TestMalformedLookups(t *testing.T) {
 	s, h := lookupSockets(t, LookupOptions{})
@@ -285,27 +311,12 @@ func TestMalformedLookups(t *testing.T) {
 		bytes.Repeat([]byte("z"), 1<<20))
 	dropped("messages of several frames", before, 3)
 
-	b, err := os.ReadFile("wire/testdata/vectors.json")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var vectors []struct {
-		Hex   string
-		Valid bool
-	}
-	if err := json.Unmarshal(b, &vectors); err != nil {
-		t.Fatal(err)
-	}
-	bad := uint64(0)
-	for _, v := range vectors {
-		if !v.Valid {
-			raw, _ := hex.DecodeString(v.Hex)
-			c.send(raw)
-			bad++
-		}
+	refused := refusedMessages(t)
+	for _, raw := range refused {
+		c.send(raw)
 	}
 	eventually(t, "golden vectors to refuse are refused",
-		func() bool { return h.malformed.Load() == bad })
+		func() bool { return h.malformed.Load() == uint64(len(refused)) })
 	c.ask(1, 2, 5)
 
 	const seed = 3

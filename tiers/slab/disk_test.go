@@ -451,6 +451,21 @@ func TestOtherGeometry(t *testing.T) {
 	}
 }
 
+// storeInSpace stores a chunk in the ith of many spaces.
+func storeInSpace(t *testing.T, d *Disk, i int) tiers.Run {
+	t.Helper()
+	space := &tiers.Space{Fingerprint: tiers.FingerprintOf([]byte{byte(i)}),
+		Geometry: testGeometry}
+	run := tiers.Run{Space: space, Hashes: make([]byte, 32)}
+	d.Store(t.Context(), []tiers.Transfer{{Run: run, Bytes: make([]byte, 5000)}},
+		func(_ int, err error) {
+			if err != nil {
+				t.Fatalf("space %d: %v", i, err)
+			}
+		})
+	return run
+}
+
 // TestManySpaces: spaces without chunks make room for others.
 func TestManySpaces(t *testing.T) {
 	t.Parallel()
@@ -458,17 +473,9 @@ func TestManySpaces(t *testing.T) {
 	o.MaxSpaces = 3
 	d := mustOpen(t, o)
 	for i := range 10 {
-		space := &tiers.Space{Fingerprint: tiers.FingerprintOf([]byte{byte(i)}),
-			Geometry: testGeometry}
-		run := tiers.Run{Space: space, Hashes: make([]byte, 32)}
-		d.Store(t.Context(), []tiers.Transfer{{Run: run, Bytes: make([]byte, 5000)}},
-			func(_ int, err error) {
-				if err != nil {
-					t.Fatalf("space %d: %v", i, err)
-				}
-			})
+		run := storeInSpace(t, d, i)
 		if i%2 == 0 {
-			if _, err := d.Clear(t.Context(), space.Fingerprint); err != nil {
+			if _, err := d.Clear(t.Context(), run.Space.Fingerprint); err != nil {
 				t.Fatal(err)
 			}
 		} else if err := d.Drop(t.Context(), run); err != nil {
@@ -484,15 +491,7 @@ func TestSpacesWithoutRoom(t *testing.T) {
 	o := testOptions(vfstest.NewMem())
 	d := mustOpen(t, o)
 	for i := range 5 {
-		space := &tiers.Space{Fingerprint: tiers.FingerprintOf([]byte{byte(i)}),
-			Geometry: testGeometry}
-		run := tiers.Run{Space: space, Hashes: make([]byte, 32)}
-		d.Store(t.Context(), []tiers.Transfer{{Run: run, Bytes: make([]byte, 5000)}},
-			func(_ int, err error) {
-				if err != nil {
-					t.Fatalf("space %d: %v", i, err)
-				}
-			})
+		storeInSpace(t, d, i)
 	}
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
