@@ -9,6 +9,7 @@ import pytest
 from lookaside import wire
 from lookaside.copies import finished
 from lookaside.scheduler import in_step
+from lookaside.session import Pending
 from scheduling import BLOCK, Batch, make_config, tokens
 from test_engine import BINARY, Engine, engines, model, sidecars
 
@@ -20,9 +21,9 @@ IN_STEP = {"lookaside.load_in_step_ms": 1000, "lookaside.load_in_step_share": 1.
 PROMPT = tokens(9 * BLOCK + 3)
 
 
-def primed(engines: Any, **kwargs: Any) -> Engine:
+def primed(engines: Any, extra: dict[str, Any] = IN_STEP, **kwargs: Any) -> Engine:
     """An engine whose sidecar has the prompt, that has measured steps and copies."""
-    engine = engines(extra=IN_STEP, **kwargs)
+    engine = engines(extra=extra, **kwargs)
     engine.ask(PROMPT)
     engine.forget_local()
     engine.role.pace._steps.extend([10.0] * 64)
@@ -102,14 +103,8 @@ def break_load(engine: Engine, rank: int, how: str, monkeypatch: pytest.MonkeyPa
     loads, link = worker.loads, worker.link
     if how == "no grant":
         monkeypatch.setattr("lookaside.worker.loads._IN_STEP_PATIENCE_S", 0.0)
-        submit = link.session.submit
-
-        def deaf(make: Any, on_late: Any = None) -> Any:
-            pending = submit(make, on_late)
-            pending.wait = lambda timeout_s: pending._session._give_up(pending)
-            return pending
-
-        monkeypatch.setattr(link.session, "submit", deaf)
+        # The request is never sent.
+        monkeypatch.setattr(link.session, "submit", lambda _, late: Pending(link.session, late))
     elif how == "refused":
         take: Any = wire.PrepareLoad
         monkeypatch.setattr(
@@ -171,6 +166,24 @@ def test_a_load_that_fails_is_computed_in_the_next_step(engines, how, tp, monkey
     assert len(engine.outputs[late]) == 4 and engine.workers.invalid <= 9 * tp
     engine.forget_local()
     assert engine.ask(PROMPT)[1] == 9, "what the sidecar has is still right"
+    engine.settle()
+
+
+def test_no_load_within_the_step_is_waited_for_longer_than_load_timeout_ms(engines, monkeypatch):
+    engine = primed(engines, {**IN_STEP, "lookaside.load_timeout_ms": 5000})
+    monkeypatch.setattr("lookaside.worker.loads._GRANT_PATIENCE_S", 60.0)
+    monkeypatch.setattr("lookaside.worker.loads._IN_STEP_PATIENCE_S", 60.0)
+    loads = engine.workers.roles[0]._worker.loads
+    load_now, wait, waits = loads.load_now, Pending.wait, []
+
+    def watched() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Pending, "wait", lambda self, s: (waits.append(s), wait(self, s))[1])
+            load_now()
+
+    monkeypatch.setattr(loads, "load_now", watched)
+    assert engine.ask(PROMPT)[1] == 9 and engine.workers.loads[-1].in_step
+    assert 0 < max(waits) <= 5
     engine.settle()
 
 

@@ -172,7 +172,8 @@ class Loads:
         loads, self._in_step = self._in_step, []
         deadline = time.monotonic() + _IN_STEP_PATIENCE_S
         for load in loads:
-            load.pending.wait(max(0.0, deadline - time.monotonic()))
+            until = min(deadline, load.grant_deadline)
+            load.pending.wait(max(0.0, until - time.monotonic()))
             if self._begin(load):
                 self._end(load)
 
