@@ -12,7 +12,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from bench import attach, busy, ttft  # noqa: E402
+from bench import attach, busy, serve, ttft  # noqa: E402
 from bench._report import Case, Report  # noqa: E402
 
 KEYS = ["name", "value", "unit", "limit", "ratio", "spread"]
@@ -184,3 +184,61 @@ def test_busy_pairs_sides(capsys: pytest.CaptureFixture[str]):
         ("hits", None),
         ("prompts", None),
     ]
+
+
+def test_serve_pairs_sides_and_judges_goals(capsys: pytest.CaptureFixture[str]):
+    series = {
+        "cold.turns": {
+            "plain": [serve.Load(2.0, 0.5, 1.0, 0.0, 0.0)],
+            "connector": [serve.Load(2.0, 0.5, 1.0, 0.0, 0.0)],
+        },
+        "prefix": {
+            "plain": [serve.Load(2.0, 0.5, 1.0, 50.0, 200.0)],
+            "connector": [serve.Load(6.0, 0.2, 0.6, 200.0, 200.0)],
+            "offloading": [serve.Load(4.0, 0.4, 0.5, 200.0, 200.0)],
+        },
+    }
+    series["turns"] = series["prefix"]
+    report = serve.figures(series)
+    cases = printed(report, capsys)
+    assert {
+        name: (case["unit"], case["ratio"])
+        for name, case in cases.items()
+        if name.startswith("prefix")
+    } == {
+        "prefix.throughput": ("1/s", 3.0),
+        "prefix.throughput.over_offloading": ("1/s", 1.5),
+        "prefix.ttft_p50": ("s", 0.4),
+        "prefix.ttft_p50.over_offloading": ("s", 0.5),
+        "prefix.ttft_p99": ("s", 0.6),
+        "prefix.ttft_p99.over_offloading": ("s", 1.2),
+        "prefix.hit_tokens.plain": ("tokens", 0.25),
+        "prefix.hit_tokens.connector": ("tokens", 1.0),
+        "prefix.hit_tokens.offloading": ("tokens", 1.0),
+    }
+    assert "cold.turns.throughput.over_offloading" not in cases
+    assert cases["cold.turns.hit_tokens.connector"]["limit"] is None  # there is nothing to find
+    assert [line.rsplit(" ", 1)[1] for line in serve.goals(report)] == ["met", "missed"] * 2
+
+
+def test_serve_knows_what_can_be_found_of_a_conversation():
+    conversation = serve.Conversation(seed=1)
+    first = list(conversation.history)
+    assert (len(first), conversation.held) == (2048, 0)
+    conversation.grow([7] * 32)
+    assert conversation.held == 2048  # of 2,048 + 31 tokens, whole blocks
+    assert conversation.history[: 2048 + 32] == first + [7] * 32
+    assert len(conversation.history) == 2304
+    conversation.grow([7] * 200)
+    assert conversation.held == 2432  # of 2,304 + 199
+
+
+def test_serve_finds_why_a_server_has_not_started():
+    log = """(APIServer pid=1) WARNING [system_utils.py:255] errors like `OSError: [Errno 24] files`
+(Worker pid=2) ERROR 11-23 14:05:25 [multiproc_executor.py:1063]     raise Exception(
+(Worker pid=2) ERROR 11-23 14:05:25 [multiproc_executor.py:1063] Exception: only on GPUs
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+    assert serve.first_error(log) == "Exception: only on GPUs"
+    assert serve.first_error(log.splitlines()[-1]).startswith("RuntimeError: Engine core")
+    assert serve.first_error("killed") == "see its log:\nkilled"
