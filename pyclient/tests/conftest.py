@@ -20,6 +20,7 @@ PATIENCE_S = {
     "lookaside.heartbeat._PONG_PATIENCE_S": 60.0,
     "lookaside.worker.link._DRAIN_PATIENCE_S": 60.0,
     "lookaside.worker.loads._GRANT_PATIENCE_S": 60.0,
+    "lookaside.worker.loads._IN_STEP_PATIENCE_S": 60.0,
     "lookaside.worker.role._START_PATIENCE_S": 60.0,
 }
 

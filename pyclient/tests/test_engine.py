@@ -104,6 +104,8 @@ class Sidecar:
 class Ranks:
     """The worker roles of one engine in this process, called in vLLM's order."""
 
+    connector: type[Any] = LookasideConnector
+
     def __init__(self, config: Any, requests: dict[str, Any], kv_config: Any) -> None:
         self.requests = requests
         self.groups = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
@@ -123,7 +125,7 @@ class Ranks:
                 else cache.view(BLOCKS, -1, spec.block_size, 32)
                 for spec in self.groups
             ]
-            role = LookasideConnector(mine, KVConnectorRole.WORKER, kv_config)
+            role = self.connector(mine, KVConnectorRole.WORKER, kv_config)
             role.register_kv_caches({f"layer{number}": view for number, view in enumerate(views)})
             self.caches.append(views)
             self.roles.append(role)
@@ -430,38 +432,6 @@ def test_two_engines_share_states(engines, tp):
     for engine in (one, other):
         assert engine.workers.failed == engine.workers.invalid == 0
         engine.settle()
-
-
-@pytest.mark.parametrize("is_async, steps", [(False, 1), (True, 2)])
-@pytest.mark.parametrize("workers", [Ranks, V2Ranks])
-def test_a_load_shorter_than_its_step_costs_one_step(engines, workers, is_async, steps):
-    """Beside a request that decodes: ordered in one step, computed in the next; one later where
-    vLLM schedules a step before it has the output of the one before."""
-    one = engines(workers=workers, async_scheduling=is_async)
-    prompt = tokens(9 * BLOCK + 3)
-    one.ask(prompt)
-    one.forget_local()
-    role = one.workers.roles[0]._worker
-    forward = one.workers.forward
-
-    def long_forward(batch: Batch, rank: int) -> None:
-        if batch.meta.loads:
-            until(lambda: role.loads._received)
-        forward(batch, rank)
-
-    one.workers.forward = long_forward
-    one.add(tokens(20, seed=5), max_tokens=400)
-    for _ in range(3):
-        one.step()
-    late = one.add(prompt)
-    batches = [one.step() for _ in range(60)]
-    ordered = next(i for i, batch in enumerate(batches) if batch.meta.loads)
-    computed = next(i for i, batch in enumerate(batches) if late in batch.tables)
-    assert computed - ordered == steps
-    assert len(one.workers.loads) == 1
-    one.drain()
-    one.run()
-    one.settle()
 
 
 @pytest.mark.parametrize("workers", [Ranks, V2Ranks])

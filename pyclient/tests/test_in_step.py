@@ -21,13 +21,18 @@ IN_STEP = {"lookaside.load_in_step_ms": 1000, "lookaside.load_in_step_share": 1.
 PROMPT = tokens(9 * BLOCK + 3)
 
 
+def prime(engine: Engine) -> None:
+    """Have the engine measure long steps and fast copies, so that every load fits its step."""
+    engine.role.pace._steps.extend([10.0] * 64)
+    engine.role.pace._copies.extend([(1000, 0.001)] * 16)
+
+
 def primed(engines: Any, extra: dict[str, Any] = IN_STEP, **kwargs: Any) -> Engine:
     """An engine whose sidecar has the prompt, that has measured steps and copies."""
     engine = engines(extra=extra, **kwargs)
     engine.ask(PROMPT)
     engine.forget_local()
-    engine.role.pace._steps.extend([10.0] * 64)
-    engine.role.pace._copies.extend([(1000, 0.001)] * 16)
+    prime(engine)
     return engine
 
 
