@@ -124,12 +124,18 @@ class Lookup:
             self._client._advance(self)
         return self._result
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Poll until the answer is known, for so long at most, without the GIL.
+    @property
+    def is_due(self) -> bool:
+        """Whether the answer may come within a moment.
 
-        Returns None at once if a rank waits for a tier, or if the last wait for it was in vain and
-        it has said nothing since.
+        It may not if a rank waits for a tier, or if the last wait for a rank was in vain and it has
+        said nothing since.
         """
+        return not self._later and not any(link.mute for link in self._client._links_out(self))
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Poll until the answer is known, for so long at most and while it is due, without the
+        GIL."""
         return self._client._wait_in_step(self, timeout_s)
 
     def trim(self, first_page: int) -> None:
@@ -164,11 +170,16 @@ class LookupClient:
         promotion_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         longest_s: float = 0.0,
+        count: Callable[[str], None] = lambda name: None,
     ) -> None:
         """sessions, in the order of their ranks, are the caller's to start and close.
 
         With promotion_timeout_s 0 nothing is promoted for these lookups. longest_s is the most that
         a lookup may take if its prefix takes long to compute; without effect up to timeout_s.
+
+        count is called for each lookup that is given up at its deadline (lookup_timeouts), that
+        waits for a tier below the memory of a rank (lookups_promoted), and that misses because a
+        rank was absent, suspect or lost, or did not read (lookups_unasked).
         """
         if not sessions:
             raise ValueError("a lookup needs at least one rank")
@@ -185,14 +196,9 @@ class LookupClient:
         self._ids = itertools.count(secrets.randbits(48))
         self._pending: dict[int, Lookup] = {}
         self._links = Links(self._sessions, self._log)
-        self.timeouts = 0
-        """Lookups given up at their deadline."""
-        self.promotions = 0
-        """Lookups that waited for a tier below the memory of a rank."""
+        self._count = count
         self.late_answers = 0
         """Answers to lookups that had been given up."""
-        self.unasked = 0
-        """Lookups that missed because a rank was absent, suspect or lost, or did not read."""
 
     def start(
         self,
@@ -220,7 +226,7 @@ class LookupClient:
             lookup._result = 0
             return lookup
         if not all(self._usable(rank) for rank in range(len(links))):
-            self.unasked += 1
+            self._count("lookups_unasked")
             lookup._result = 0
             return lookup
         self._pending[lookup_id] = lookup
@@ -237,7 +243,7 @@ class LookupClient:
                 recompute_us,
             )
             if not link.send(wire.encode(question)):
-                self.unasked += 1
+                self._count("lookups_unasked")
                 self._log.warning(
                     "queue", "a lookup could not be sent: its rank reads nothing; a miss"
                 )
@@ -268,23 +274,25 @@ class LookupClient:
     def _wait_in_step(self, lookup: Lookup, timeout_s: float) -> int | None:
         end = time.perf_counter() + timeout_s
         while (hits := lookup.poll()) is None:
-            links = [self._links.present[rank] for rank in lookup._out]
-            if lookup._later or any(link is not None and link.mute for link in links):
+            if not lookup.is_due:
                 return None
             left = end - time.perf_counter()
             if left <= 0:
-                for link in links:
-                    if link is not None:
-                        link.mute = True
+                for link in self._links_out(lookup):
+                    link.mute = True
                 return None
             self._wait_readable(lookup, left)
         return hits
 
     def _wait_readable(self, lookup: Lookup, timeout_s: float) -> None:
         """Wait until a rank whose answer is out has sent something."""
-        links = [self._links.present[rank] for rank in lookup._out]
-        fds = [link.fileno() for link in links if link is not None]
+        fds = [link.fileno() for link in self._links_out(lookup)]
         _native.wait_readable(fds, max(0, round(timeout_s * 1e6)))
+
+    def _links_out(self, lookup: Lookup) -> list[Link]:
+        """Return the links to the ranks whose answers are out."""
+        links = (self._links.present[rank] for rank in lookup._out)
+        return [link for link in links if link is not None]
 
     def _patience_s(self, prefill_s: float) -> float:
         return max(self._timeout_s, min(_PREFILL_SHARE * prefill_s, self._longest_s))
@@ -310,14 +318,14 @@ class LookupClient:
             link = self._links.present[rank]
             gone = link is None or link.session_id != lookup._asked[rank][0]
             if gone or not self._sessions[rank].connected:
-                self.unasked += 1
+                self._count("lookups_unasked")
                 self._give_up(lookup, known=None)
                 return
         now = self._clock()
         late = [rank for rank in lookup._out if self._is_late(lookup, rank, now)]
         if not late:
             return
-        self.timeouts += 1
+        self._count("lookup_timeouts")
         for rank in late:
             self._sessions[rank].doubt()
         if lookup._promised.keys().isdisjoint(late):
@@ -356,7 +364,7 @@ class LookupClient:
         if rank not in lookup._out or not self._promotion_timeout_s or not promise.pages:
             return
         if not lookup._promised:
-            self.promotions += 1
+            self._count("lookups_promoted")
         now = self._clock()
         latest = lookup._promised.setdefault(rank, now + self._promotion_timeout_s)
         wanted = now + 2 * promise.eta_ms / 1000 + _PROMOTION_GRACE_S

@@ -41,8 +41,7 @@ class RankSidecars:
         kv_cache_config: KVCacheConfig,
         stats: Collector,
     ) -> None:
-        """Open nothing; connect does."""
-        self._stats = stats
+        """Open nothing; connect does. Lookups are counted in stats."""
         where = space.world(vllm_config)
         geometry, _ = space.geometry(config, vllm_config, kv_cache_config)
         transfer: Any = vllm_config.kv_transfer_config
@@ -80,8 +79,8 @@ class RankSidecars:
             config.lookup_timeout_ms / 1e3,
             config.promotion_timeout_ms / 1e3,
             longest_s=config.lookup_timeout_max_ms / 1e3,
+            count=stats.add,
         )
-        self._reported = {"lookup_timeouts": 0, "lookups_promoted": 0, "lookups_unasked": 0}
 
     def connect(self) -> None:
         """Begin to connect, and keep connecting, in the background. Call once."""
@@ -139,16 +138,7 @@ class RankSidecars:
         self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float = 0.0
     ) -> Lookup:
         """Look up on all ranks; a miss if one of them cannot be asked."""
-        lookup = self._lookups.start(first_page, prev, hashes, recompute_us, prefill_s)
-        counts = {
-            "lookup_timeouts": self._lookups.timeouts,
-            "lookups_promoted": self._lookups.promotions,
-            "lookups_unasked": self._lookups.unasked,
-        }
-        for name, count in counts.items():
-            self._stats.add(name, count - self._reported[name])
-        self._reported = counts
-        return lookup
+        return self._lookups.start(first_page, prev, hashes, recompute_us, prefill_s)
 
     def feeds(self) -> list[SessionFeed]:
         """Return what reports the pages that each rank's sidecar holds."""

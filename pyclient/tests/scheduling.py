@@ -273,6 +273,10 @@ class ScriptedLookup:
         self.polls += 1
         return self.answer
 
+    @property
+    def is_due(self) -> bool:
+        return self.answer is not None
+
     def wait(self, timeout_s: float) -> int | None:
         assert not self.cancelled and timeout_s > 0
         return self.answer

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import select
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lookaside import wire
 from lookaside.lookups import Lookup, LookupClient
+from lookaside.scheduler.waiting import Waiting
 from lookaside.session import Session
+from lookaside.stats import Collector
 from peer import Peer, until
 from test_session import options
 
@@ -38,7 +42,15 @@ class Ranks:
             Session(options(root / f"rank-{rank}", role="scheduler", rank=rank))
             for rank in range(ranks)
         ]
-        self.client = LookupClient(self.sessions, 1.0, 10.0, self.clock, longest_s=5.0)
+        self.counts: Counter[str] = Counter()
+        self.client = LookupClient(
+            self.sessions,
+            1.0,
+            10.0,
+            self.clock,
+            longest_s=5.0,
+            count=lambda name: self.counts.update([name]),
+        )
         for session in self.sessions:
             session.start()
         for session in self.sessions:
@@ -85,11 +97,11 @@ def test_what_takes_long_to_compute_is_waited_for_longer(
     lookup = ranks.client.start(0, b"", bytes(32 * 4), 0, prefill_s)
     assert tick(ranks, lookup, patience_s - 0.01) is None
     assert tick(ranks, lookup, 0.02) == 0
-    assert ranks.client.timeouts == 1
+    assert ranks.counts["lookup_timeouts"] == 1
     # Another one is not asked for: the wait is over for all until the sidecar speaks.
     ranks.sessions[1]._suspect = True
     assert ranks.client.start(0, b"", bytes(32 * 4), 0, prefill_s).poll() == 0
-    assert ranks.client.unasked == 1
+    assert ranks.counts["lookups_unasked"] == 1
 
 
 def test_an_answer_within_that_time_is_a_hit(ranks: Ranks) -> None:
@@ -102,7 +114,7 @@ def test_an_answer_within_that_time_is_a_hit(ranks: Ranks) -> None:
     until(lambda: held)
     # Its thread is the only one that may answer: it does when it hears of another lookup's end.
     ranks.client.start(8, b"p" * 32, bytes(32)).cancel()
-    assert answered(lookup) == 4 and ranks.client.timeouts == 0
+    assert answered(lookup) == 4 and ranks.counts["lookup_timeouts"] == 0
 
 
 def test_what_vllm_has_itself_is_not_waited_for(ranks: Ranks) -> None:
@@ -122,7 +134,7 @@ def test_a_suspect_rank_gets_no_more_than_the_others(ranks: Ranks) -> None:
     lookup = ranks.client.start(0, b"", bytes(32 * 4), 0, 300.0)
     ranks.sessions[1].doubt()  # as by a Pong that did not come
     assert tick(ranks, lookup, 0.9) is None
-    assert tick(ranks, lookup, 0.2) == 0 and ranks.client.timeouts == 1
+    assert tick(ranks, lookup, 0.2) == 0 and ranks.counts["lookup_timeouts"] == 1
 
 
 def answered(lookup: Lookup) -> Any:
@@ -176,7 +188,7 @@ def test_deadline_is_a_miss_and_frees(ranks: Ranks) -> None:
     assert lookup.poll() is None
     ranks.clock.now += 1.01
     assert lookup.poll() == 0
-    assert ranks.client.timeouts == 1
+    assert ranks.counts["lookup_timeouts"] == 1
     for peer in ranks.peers:
         (cancel,) = peer.wait_for(wire.Cancel)
         assert cancel.lookup == lookup.id
@@ -212,7 +224,7 @@ def test_suspect_rank_is_not_asked(ranks: Ranks) -> None:
     ranks.sessions[0].doubt()
     assert ranks.client.start(0, b"", bytes(32)).poll() == 0
     assert not ranks.peers[1].of(wire.Lookup), "nobody is asked for nothing"
-    assert ranks.client.unasked == 1 and ranks.client.timeouts == 0
+    assert ranks.counts["lookups_unasked"] == 1 and ranks.counts["lookup_timeouts"] == 0
 
 
 def test_rank_whose_queue_is_full_is_a_miss_and_counted(
@@ -224,7 +236,7 @@ def test_rank_whose_queue_is_full_is_a_miss_and_counted(
     assert link is not None
     monkeypatch.setattr(type(link), "send", lambda self, data: self is not link)
     assert ranks.client.start(0, b"", bytes(32)).poll() == 0
-    assert ranks.client.unasked == 1 and ranks.client.timeouts == 0
+    assert ranks.counts["lookups_unasked"] == 1 and ranks.counts["lookup_timeouts"] == 0
     assert ranks.sessions[1].suspect or ranks.peers[1].of(wire.Ping), "doubted until it speaks"
 
 
@@ -259,7 +271,11 @@ def test_lost_rank_ends_the_lookup_at_once(ranks: Ranks) -> None:
     ranks.peers[1].wait_for(wire.Lookup)
     ranks.peers[1].close()
     assert until(lambda: lookup.poll() is not None)
-    assert lookup.poll() == 0 and ranks.client.timeouts == 0 and ranks.client.unasked == 1
+    assert (
+        lookup.poll() == 0
+        and ranks.counts["lookup_timeouts"] == 0
+        and ranks.counts["lookups_unasked"] == 1
+    )
     ranks.peers[0].wait_for(wire.Cancel)
     assert ranks.client.start(0, b"", bytes(32)).poll() == 0
 
@@ -340,14 +356,16 @@ def answer(ranks: Ranks, rank: int, lookup: Lookup, pages: int) -> None:
 
 def test_a_promise_extends_the_wait(ranks: Ranks) -> None:
     lookup = pending(ranks, 3000, 200)
-    assert ranks.client.promotions == 1
+    assert ranks.counts["lookups_promoted"] == 1
     ranks.clock.now += 5.9  # long past the first wait, and within 2 * 3 s + 0.1 s
     answer(ranks, 1, lookup, 3)
     time.sleep(0.05)
     assert lookup.poll() is None, "pending while any rank is"
     answer(ranks, 0, lookup, 4)
     assert answered(lookup) == 3
-    assert ranks.client.timeouts == 0 and all(session.available for session in ranks.sessions)
+    assert ranks.counts["lookup_timeouts"] == 0 and all(
+        session.available for session in ranks.sessions
+    )
 
 
 @pytest.mark.parametrize(
@@ -360,7 +378,7 @@ def test_the_extended_wait_ends_too(ranks: Ranks, eta_ms: int, patience_s: float
     ranks.clock.now += patience_s - 0.01
     assert lookup.poll() is None
     ranks.clock.now += 0.02
-    assert lookup.poll() == 0 and ranks.client.timeouts == 1
+    assert lookup.poll() == 0 and ranks.counts["lookup_timeouts"] == 1
     for peer in ranks.peers:
         assert peer.wait_for(wire.Cancel)[0].lookup == lookup.id
 
@@ -387,7 +405,11 @@ def test_promises_again_and_again_extend_the_wait_no_further(ranks: Ranks) -> No
             )
         assert lookup.poll() is None
     ranks.clock.now += 0.1
-    assert lookup.poll() == 0 and ranks.client.promotions == 1 and ranks.client.timeouts == 1
+    assert (
+        lookup.poll() == 0
+        and ranks.counts["lookups_promoted"] == 1
+        and ranks.counts["lookup_timeouts"] == 1
+    )
 
 
 def test_a_rank_without_a_promise_has_its_first_wait_only(ranks: Ranks) -> None:
@@ -395,7 +417,7 @@ def test_a_rank_without_a_promise_has_its_first_wait_only(ranks: Ranks) -> None:
     ranks.clock.now += 0.99
     assert lookup.poll() is None
     ranks.clock.now += 0.02
-    assert lookup.poll() == 0 and ranks.client.timeouts == 1
+    assert lookup.poll() == 0 and ranks.counts["lookup_timeouts"] == 1
     ranks.peers[0].wait_for(wire.Cancel)
 
 
@@ -409,7 +431,7 @@ def test_a_promise_read_late_counts_from_then(ranks: Ranks) -> None:
     fds = [link.fileno() for link in ranks.client._links.present if link is not None]
     until(lambda: len(select.select(fds, [], [], 0)[0]) == len(fds))
     ranks.clock.now += 5
-    assert lookup.poll() is None and ranks.client.timeouts == 0
+    assert lookup.poll() is None and ranks.counts["lookup_timeouts"] == 0
     for rank in (0, 1):
         answer(ranks, rank, lookup, 4)
     assert answered(lookup) == 4
@@ -419,7 +441,11 @@ def test_lost_while_pending_is_a_miss_at_once(ranks: Ranks) -> None:
     lookup = pending(ranks, 5000, 5000)
     ranks.peers[1].close()
     until(lambda: lookup.poll() is not None)
-    assert lookup.poll() == 0 and ranks.client.unasked == 1 and ranks.client.timeouts == 0
+    assert (
+        lookup.poll() == 0
+        and ranks.counts["lookups_unasked"] == 1
+        and ranks.counts["lookup_timeouts"] == 0
+    )
     ranks.peers[0].wait_for(wire.Cancel)
 
 
@@ -451,7 +477,7 @@ def test_promises_to_nobody_are_dropped(ranks: Ranks) -> None:
     lookup = ranks.client.start(0, b"", bytes(32 * 4))
     assert answered(lookup) == 2
     assert answered(ranks.client.start(0, b"", bytes(32 * 4))) == 2
-    assert ranks.client.promotions == 0
+    assert ranks.counts["lookups_promoted"] == 0
 
 
 def test_without_promotions_a_promise_changes_nothing(tmp_path: Path) -> None:
@@ -501,7 +527,7 @@ def test_what_waits_for_a_tier_is_not_waited_for(ranks: Ranks) -> None:
         peer.script[wire.Lookup] = lambda conn, m: wire.LookupPending(m.lookup, 0, 0)
     lookup = ranks.client.start(0, b"", bytes(32 * 8))
     assert lookup.wait(1000) is None  # as soon as it is known
-    assert ranks.client.promotions == 0
+    assert ranks.counts["lookups_promoted"] == 0
     for rank in (0, 1):
         answer(ranks, rank, lookup, 4)
     assert answered(lookup) == 4
@@ -519,6 +545,31 @@ def test_a_silent_rank_is_waited_for_once_until_it_speaks(ranks: Ranks) -> None:
     assert answered(first) == 6
     ranks.answers(8, 7)
     assert ranks.client.start(0, b"", bytes(32 * 8)).wait(30) == 7
+
+
+def test_only_waits_are_measured(ranks: Ranks) -> None:
+    """Neither what waits for a tier is one, nor what a silent rank is asked meanwhile."""
+    stats = Collector()
+    config = SimpleNamespace(lookup_wait_ms=30_000, lookup_wait_step_ms=60_000)
+    setup: Any = SimpleNamespace(config=config, clock=time.monotonic, stats=stats)
+    waiting = Waiting(setup)
+
+    def measured() -> int:
+        taken = stats.take()
+        return len(taken.data["lookup_wait_seconds"]) if taken else 0
+
+    for peer in ranks.peers:
+        peer.script[wire.Lookup] = lambda conn, m: wire.LookupPending(m.lookup, 0, 0)
+    lookup = ranks.client.start(0, b"", bytes(32 * 8))
+    assert waiting.answer(lookup) is None and measured() <= 1, "until it was known"
+    assert waiting.answer(lookup) is None and not measured()
+
+    ranks.answers(8, None)
+    config.lookup_wait_ms = 1
+    waiting = Waiting(setup)
+    first, second = (ranks.client.start(0, b"", bytes(32 * 8)) for _ in range(2))
+    assert waiting.answer(first) is None and measured() == 1
+    assert waiting.answer(first) is None and waiting.answer(second) is None and not measured()
 
 
 def test_what_the_direct_socket_does_not_take_goes_over_zmq(ranks: Ranks) -> None:

@@ -336,6 +336,7 @@ def test_a_stopped_sidecar_costs_its_deadline_once(engines, sidecars, tp):
     (cost,) = steps.until_computed(first)
     assert cost == steps.again[first] > 0
     assert len(engine.outputs[decoding[0]]) - begun == cost + 1, "the others go on"
+    assert engine.counts["lookup_timeouts"] == 1, "without a further lookup"
     second = engine.add(tokens(9 * BLOCK, seed=9))
     assert steps.until_computed(second) == [0]
     assert not engine.workers.loads

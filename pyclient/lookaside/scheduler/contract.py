@@ -16,8 +16,13 @@ class Lookup(Protocol):
         """Return how many pages every rank holds, from the first asked for; None while unknown."""
         ...
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the answer may come within a moment. Valid after poll has returned None."""
+        ...
+
     def wait(self, timeout_s: float) -> int | None:
-        """Poll until the answer is known, for so long at most."""
+        """Poll until the answer is known, for so long at most and while it is due."""
         ...
 
     def trim(self, first_page: int) -> None:

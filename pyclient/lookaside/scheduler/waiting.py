@@ -28,7 +28,7 @@ class Waiting:
     def answer(self, lookup: Lookup) -> int | None:
         """Return the answer of a lookup; None if it is not there in the time that may be waited."""
         pages = lookup.poll()
-        if pages is not None or self._left_s <= 0:
+        if pages is not None or self._left_s <= 0 or not lookup.is_due:
             return pages
         begin = self._setup.clock()
         pages = lookup.wait(min(self._call_s, self._left_s))
