@@ -18,6 +18,9 @@ Cases, with N for the number of decoding requests:
                   request arrives counts.
   streams.N       tokens a second of the decoding requests while prompts arrive
   alone.N         the same while nothing arrives
+  calls.N         percent of an episode's time that vLLM spends in the connector's calls, copies
+                  included: by the connector's own histogram, vllm:lookaside_call_seconds
+  in_step.N       hits of an episode that were loaded within the step that computes them
   idle.*          8,000 tokens on an idle engine
   left_out        hits that were left out because not all their tokens were found, on either side
   unequal         prompts whose outputs differ between the servers. Batches differ, and with them
@@ -34,6 +37,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import contextlib
 import json
 import os
 import statistics
@@ -41,7 +45,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import aiohttp
@@ -52,12 +56,16 @@ from examples.stand.client import Answer
 from examples.stand.processes import Server, Stand, connector_config, eventually, stop_on_signals
 from examples.stand.progress import say
 
+# Of the connector's metrics.
+CALLS, LOADS_IN_STEP = "vllm:lookaside_call_seconds_sum", "vllm:lookaside_loads_in_step_total"
 BLOCK = 128  # vLLM's block on the CPU, in tokens
 MISSES = (24, 500, 2000)
 HITS = (500, 2000)
 IDLE_TOKENS = 8000
 EACH = 4  # samples of a kind in one episode
-ALONE_S = 2.0
+# Windows in which nothing arrives, for each episode, and their seconds. The streams settle first:
+# their prompts are computed one after the other.
+ALONE, ALONE_S, SETTLE_S = 4, 1.0, 1.0
 # Seconds from one arrival to the next. They leave time for the answer, so that both servers do the
 # same work in the same time.
 PACE_S = {("miss", 24): 0.25, ("miss", 500): 0.5, ("miss", 2000): 1.4}
@@ -180,6 +188,8 @@ class Bench:
 
     def __init__(self, stand: Stand, seconds: Series) -> None:
         self.series = seconds
+        self.ours: dict[str, list[float]] = defaultdict(list)
+        """By case, of each episode: what only the server with the connector has."""
         self.left_out = 0
         self.unequal = 0
         stand.sidecar(settings={"arena_limit": "3G"})
@@ -235,6 +245,14 @@ class Bench:
         self.series[name]["connector"].append(mine)
         self.series[name]["plain"].append(its)
 
+    @contextlib.contextmanager
+    def _speed(self, name: str, side: str, streams: Streams) -> Iterator[None]:
+        """Adds the tokens a second of the streams while the block runs."""
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        self.series[name][side].append(streams.tokens(start, end) / (end - start))
+
     def _episode(
         self, side: str, number: int, streams: int, each: int
     ) -> dict[str, list[tuple[Answer, float]]]:
@@ -253,24 +271,26 @@ class Bench:
             client.reset_prefix_cache(url)
         found: dict[str, list[tuple[Answer, float]]] = defaultdict(list)
         with Streams(self.servers[side], streams, base + 50_000) as running:
+            time.sleep(SETTLE_S)
+            counted = {name: client.metric(url, name) for name in (CALLS, LOADS_IN_STEP)}
             started = time.perf_counter()
-            time.sleep(ALONE_S)
-            arriving = time.perf_counter()
+            for _ in range(ALONE):
+                with self._speed(f"alone.{streams}", side, running):
+                    time.sleep(ALONE_S)
             for n in range(each):
-                for tokens in MISSES:
-                    prompt = model.prompt(tokens, base + 70_000 + tokens * 10 + n)
-                    name = f"miss.{streams}.{tokens}"
-                    found[name].append(arrive(running, url, prompt, PACE_S["miss", tokens]))
-                for tokens in HITS:
-                    name = f"hit.{streams}.{tokens}"
-                    found[name].append(arrive(running, url, hits[tokens][n], HIT_PACE_S))
-            ended = time.perf_counter()
-            self.series[f"alone.{streams}"][side].append(
-                running.tokens(started, arriving) / (arriving - started)
-            )
-            self.series[f"streams.{streams}"][side].append(
-                running.tokens(arriving, ended) / (ended - arriving)
-            )
+                with self._speed(f"streams.{streams}", side, running):
+                    for tokens in MISSES:
+                        prompt = model.prompt(tokens, base + 70_000 + tokens * 10 + n)
+                        name = f"miss.{streams}.{tokens}"
+                        found[name].append(arrive(running, url, prompt, PACE_S["miss", tokens]))
+                    for tokens in HITS:
+                        name = f"hit.{streams}.{tokens}"
+                        found[name].append(arrive(running, url, hits[tokens][n], HIT_PACE_S))
+            seconds = time.perf_counter() - started
+            if side == "connector":
+                spent = {name: client.metric(url, name) - counted[name] for name in counted}
+                self.ours[f"calls.{streams}"].append(100 * spent[CALLS] / seconds)
+                self.ours[f"in_step.{streams}"].append(spent[LOADS_IN_STEP])
         return found
 
 
@@ -296,9 +316,12 @@ def latest(series: Series, *prefixes: str) -> str:
 
 
 def figures(
-    series: Mapping[str, Mapping[str, Sequence[float]]], left_out: int, unequal: int
+    series: Mapping[str, Mapping[str, Sequence[float]]],
+    ours: Mapping[str, Sequence[float]],
+    left_out: int,
+    unequal: int,
 ) -> Report:
-    """What is reported of the samples by case and side."""
+    """What is reported of the samples by case and side, and of those that have one side only."""
     report = Report("busy")
     for name, sides in series.items():
         mine, its = sides["connector"], sides["plain"]
@@ -309,6 +332,8 @@ def figures(
         else:
             unit = "1/s" if name.startswith(("streams.", "alone.")) else "s"
             report.rounds(name, unit, mine, its)
+    for name, values in ours.items():
+        report.rounds(name, "%" if name.startswith("calls.") else "hits", values)
     report.add("left_out", float(left_out), "hits")
     report.add("unequal", float(unequal), "prompts")
     return report
@@ -361,7 +386,7 @@ def main() -> int:
     except (RuntimeError, TimeoutError) as error:
         say(f"busy: {error}")
         return 1
-    return figures(series, bench.left_out, bench.unequal).finish(args.json)
+    return figures(series, bench.ours, bench.left_out, bench.unequal).finish(args.json)
 
 
 if __name__ == "__main__":

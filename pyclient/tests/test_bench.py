@@ -176,11 +176,14 @@ def test_busy_pairs_sides(capsys: pytest.CaptureFixture[str]):
         "steps.hit.4.500": {"connector": [2.0, 3.0], "plain": [2.0, 2.0]},
         "streams.4": {"connector": [99.0], "plain": [100.0]},
     }
-    cases = printed(busy.figures(series, 1, 2), capsys)
+    ours = {"calls.4": [0.5, 1.5], "in_step.4": [8.0, 6.0]}
+    cases = printed(busy.figures(series, ours, 1, 2), capsys)
     assert [(case["unit"], case["ratio"]) for case in cases.values()] == [
         ("s", 1.2),
         ("steps", 1.25),
         ("1/s", 0.99),
+        ("%", None),
+        ("hits", None),
         ("hits", None),
         ("prompts", None),
     ]
