@@ -104,7 +104,7 @@ class Config:
     """Program that autostart runs; looked up in PATH unless it has a slash."""
     load_threads: int = 2
     """Threads that copy loaded pages into the KV cache, on a CPU."""
-    load_in_step_share: float = 0.25
+    load_in_step_share: float = 0.5
     """The share of the median step that loads within one step may take together."""
     load_in_step_ms: int = 10
     """The longest that they may take; 0: no load happens within a step."""
@@ -371,7 +371,7 @@ SETTINGS: dict[str, Setting] = {
     "load_in_step_share": Setting(
         _share,
         "share",
-        "0.25",
+        "0.5",
         "A hit whose copy is predicted to take less than this share of vLLM's median step is "
         "loaded within the step that asks; see [in-step.md](in-step.md).",
     ),
