@@ -38,9 +38,8 @@ func withArena(t *testing.T, devices string, more ...string) func(*settings.Conf
 	t.Helper()
 	c, err := load(t, "", nil, append([]string{
 		"--arena-kind=dax", "--arena-dax-devices=" + devices, "--arena-dax-allow-files=true",
-		"--arena-dax-slab=1M", "--sessions-share=1", "--sessions-joint-share=1", "--promotion-share=1",
-		"--lookup-promote=always",
-		"--cascade-partial-delay=5ms", "--lookup-deadline=30s",
+		"--arena-dax-slab=1M", "--sessions-share=1", "--sessions-joint-share=1",
+		"--lookup-promote=always", "--cascade-partial-delay=5ms", "--lookup-deadline=30s",
 	}, more...)...)
 	if err != nil {
 		t.Fatal(err)

@@ -41,7 +41,7 @@ func withTiers(t *testing.T, flags ...string) func(*settings.Config) {
 	return func(c *settings.Config) {
 		c.Tiers = from.Tiers
 		c.Lookup.Deadline = patience
-		c.Sessions.Share, c.Sessions.JointShare, c.Promotion.Share = 1, 1, 1
+		c.Sessions.Share, c.Sessions.JointShare = 1, 1
 		c.Lookup.Promote = "always" // what computing takes is not known here
 		c.Cascade.PartialDelay = 5 * time.Millisecond
 		c.Lifecycle.Flush = patience

@@ -162,7 +162,7 @@ var serverTable = []struct {
 	{"l2-prefetch-policy", say(
 		builtIn("what was brought up is in the arena, and stays until room is wanted"))},
 	{"l2-prefetch-max-in-flight", func(*converter, *given) (verdict, error) {
-		return none("promotions are bounded by slots: promotion.share"), nil
+		return none("promotions are bounded by slots: they fill at most half of the arena's at a time"), nil
 	}},
 	{"host port transport instance-id grpc-server-workers", say(none(whyTransport))},
 	{"max-workers max-gpu-workers max-cpu-workers", say(builtIn(whyThreads))},

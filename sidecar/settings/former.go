@@ -29,6 +29,7 @@ var formers = []former{
 	renamed("arena.slab", "arena.dax.slab"),
 	gone("arena.populate_threads"),
 	gone("arena.low_water"),
+	gone("promotion.share"),
 	gone("peers.hints_limit"),
 	gone("peers.slots"),
 	gone("events.hwm"),

@@ -25,7 +25,6 @@ type Config struct {
 	Arena     ArenaConfig
 	Tiers     []TierConfig // below the arena, nearest first; see [OfTiers]
 	Lookup    LookupConfig
-	Promotion PromotionConfig
 	Cascade   CascadeConfig
 	Sessions  SessionsConfig
 	Spaces    SpacesConfig
@@ -66,9 +65,9 @@ func (s Setting) Flag() string {
 // All returns every setting, in the order of the document.
 func All() []Setting { return slices.Clone(settings) }
 
-var settings = slices.Concat(runtimeSettings, arenaSettings, lookupSettings, promotionSettings,
-	cascadeSettings, sessionsSettings, spacesSettings, lmcacheSettings, eventsSettings,
-	peersSettings, adminSettings, logSettings, lifecycleSettings)
+var settings = slices.Concat(runtimeSettings, arenaSettings, lookupSettings, cascadeSettings,
+	sessionsSettings, spacesSettings, lmcacheSettings, eventsSettings, peersSettings,
+	adminSettings, logSettings, lifecycleSettings)
 
 // Defaults returns the configuration of an empty file, environment and command line.
 // [Config.Complete] sets the derived settings.

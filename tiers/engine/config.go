@@ -9,6 +9,9 @@ import (
 	"lookaside/tiers/policy"
 )
 
+// defaultPromotingShare leaves half of the slots to stores, however much lookups load from tiers.
+const defaultPromotingShare = 0.5
+
 // Work is the kind of work that Config.Wake reports: the number of a tier that has chunks to write
 // (NextCascades), or one of the constants.
 type Work int
@@ -120,7 +123,7 @@ func (c *Config) setDefaults() {
 	}
 	setShare(&c.OwnerShare, 0.5)
 	setShare(&c.JointShare, 1)
-	setShare(&c.PromotingShare, 0.5)
+	setShare(&c.PromotingShare, defaultPromotingShare)
 	setShare(&c.LowWater, defaultLowWater)
 	if c.MinPageBytes == 0 {
 		c.MinPageBytes = 256

@@ -465,6 +465,22 @@ func TestFlush(t *testing.T) {
 		})
 }
 
+// Flush writes partly filled chunks at once, however long they would wait otherwise.
+func TestFlushDoesNotWaitForPartials(t *testing.T) {
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{}},
+		engine: func(c *engine.Config) { c.PartialDelay = time.Hour }},
+		func(t *testing.T, r *rig) {
+			p := prefix(rand.New(rand.NewPCG(1, 1)), 2*ppc+1)
+			r.store(p, 2*ppc+1)
+			start := time.Now()
+			r.flush()
+			if in := time.Since(start); in > time.Second {
+				t.Errorf("it took %v", in)
+			}
+			r.has("t0", p, 2*ppc+1, 2*ppc+1)
+		})
+}
+
 // upper is a tier that names its victims: all that it has beyond a number of chunks, the oldest
 // first.
 type upper struct {

@@ -102,8 +102,7 @@ func TestTiersFromTheCommandLine(t *testing.T) {
 	near, far := t.TempDir(), t.TempDir()
 	flags := []string{"--disk", near + ":8M:slab=1M:name=near:load_timeout=30s",
 		"--disk=" + far + ":8M:slab=1M:name=far:admit=never:load_timeout=30s",
-		"--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1",
-		"--promotion-share=1"}
+		"--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1"}
 	s := serveProcess(t, flags...)
 	c := commander{t, s.dir}
 	words := storePages(t, s, 10)

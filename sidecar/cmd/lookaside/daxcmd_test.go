@@ -32,7 +32,7 @@ func TestDAXFromTheCommandLine(t *testing.T) {
 	s := serveProcess(t, "--dax="+dev(0)+","+dev(1)+
 		":8M:slab=1M:allow_files=true:hotplug=true:load_timeout=30s", "--lookup-deadline=30s",
 		"--cascade-partial-delay=10ms", "--sessions-share=1", "--sessions-joint-share=1",
-		"--promotion-share=1", "--lookup-promote=always")
+		"--lookup-promote=always")
 	c := commander{t, s.dir}
 	words := storePages(t, s, 100)
 	c.untilStored(100)

@@ -61,8 +61,7 @@ func fieldsOf(m map[string]string) []wire.Field {
 func TestPrompts(t *testing.T) {
 	near := t.TempDir()
 	s := serveProcess(t, "--disk", near+":8M:slab=1M:name=near:load_timeout=30s",
-		"--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1",
-		"--promotion-share=1")
+		"--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1")
 	c := commander{t, s.dir}
 	// 200 tokens: 12 pages of 16, and 8 tokens
 	text := strings.Repeat("You are a helpful thing. ", 8)
