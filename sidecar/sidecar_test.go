@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -133,7 +134,7 @@ func next(t *testing.T, w *client.Session) (wire.Type, []byte, *wire.RegionAdded
 func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	const page = 64 << 10
 	d, _ := startDaemon(t, func(c *settings.Config) {
-		c.Arena.Limit, c.Arena.Initial, c.Arena.Step = 7<<20, 1<<20, 2<<20
+		c.Arena.Limit, c.Arena.Initial = 8<<20, 1<<20
 		c.Sessions.Share = 1
 	})
 	w := dialWorker(t, d, page)
@@ -171,7 +172,7 @@ func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	}
 	deadline := time.Now().Add(2 * patience)
 	n := 0
-	for ; d.Status().Arena.CapacityBytes < 7<<20; n++ {
+	for ; d.Status().Arena.CapacityBytes < 8<<20; n++ {
 		if time.Now().After(deadline) {
 			t.Fatalf("%+v", d.Status().Arena)
 		}
@@ -187,8 +188,8 @@ func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	for _, r := range st.Arena.Regions {
 		sizes = append(sizes, r.SizeBytes)
 	}
-	if len(sizes) != 4 || sizes[0] != 1<<20 || sizes[1] != 2<<20 ||
-		st.Arena.CapacityBytes != 7<<20 {
+	if !slices.Equal(sizes, []int64{1 << 20, 2 << 20, 2 << 20, 2 << 20, 1 << 20}) ||
+		st.Arena.CapacityBytes != 8<<20 {
 		t.Errorf("regions %v", sizes)
 	}
 	if st.Evictions["room"] == 0 || st.Arena.GrowthFailures != 0 {
@@ -206,7 +207,7 @@ func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	for wait := time.Now().Add(patience); ; {
 		regions, capacity, used := binary.LittleEndian.Uint64(mem[24:]),
 			binary.LittleEndian.Uint64(mem[32:]), binary.LittleEndian.Uint64(mem[40:])
-		if regions == 4 && capacity == 7<<20 && used == uint64(d.Status().Arena.UsedBytes) {
+		if regions == 5 && capacity == 8<<20 && used == uint64(d.Status().Arena.UsedBytes) {
 			break
 		}
 		if time.Now().After(wait) {
@@ -380,8 +381,7 @@ func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
 		want []string
 	}{
 		{"arena above the host's memory", func(c *settings.Config) {
-			c.Arena.Limit, c.Arena.Step = 1<<50,
-				1<<49
+			c.Arena.Limit = 1 << 50
 		}, []string{"arena.limit", "1024TiB", "bytes"}},
 		{"NUMA node that is not there", func(c *settings.Config) { c.Arena.NUMA = "99" },
 			[]string{"arena.numa", "99"}},

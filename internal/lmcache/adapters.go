@@ -507,8 +507,7 @@ func (c *converter) daxArena(from *given, note string, devices ...device) {
 }
 
 // neverOnDAX lists the settings that do not apply to an arena on devices.
-var neverOnDAX = []string{"arena.limit", "arena.initial", "arena.step", "arena.grow_at",
-	"arena.numa"}
+var neverOnDAX = []string{"arena.limit", "arena.initial", "arena.numa"}
 
 // settleArena removes settings for an arena of DRAM if the arena is on devices.
 func (c *converter) settleArena() error {

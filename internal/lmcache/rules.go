@@ -56,6 +56,7 @@ const (
 	whyRecord  = "a chunk is kept with its description and checksums, always"
 	whyMaru    = "there is no client of Maru's server; sidecars of one host share by themselves (peers.enabled)"
 	whyPolicy  = "nothing is evicted before room is wanted: there is no watermark and no batch to set"
+	whyGrowth  = "the arena grows when it is four fifths full, by a quarter of arena.limit or by arena.initial, whichever is more"
 	whyPersist = "what a tier holds is always found again after a restart"
 )
 
@@ -69,9 +70,9 @@ var configTable = []struct {
 	{"chunk_size", chunkSize},
 	{"local_cpu", localCPU},
 	{"enable_lazy_memory_allocator", lazyAllocator},
-	{"lazy_memory_initial_ratio", lazyRatio("arena.initial")},
-	{"lazy_memory_step_ratio", lazyRatio("arena.step")},
-	{"lazy_memory_expand_trigger_ratio", lazyTrigger},
+	{"lazy_memory_initial_ratio", lazyRatio},
+	{"lazy_memory_step_ratio lazy_memory_expand_trigger_ratio",
+		partOf("enable_lazy_memory_allocator", whyGrowth)},
 	{"lazy_memory_safe_size", lazySafeSize},
 	{"local_cpu_use_hugepages", hugepages},
 	{"reserve_local_cpu_size",
@@ -480,12 +481,8 @@ func (g *given) orZero() (float64, error) {
 	return g.number()
 }
 
-// These are the defaults of LMCache's lazy allocator.
-const (
-	lazyInitial = 0.2
-	lazyStep    = 0.1
-	lazyExpand  = 0.5
-)
+// lazyInitial is a default of LMCache's lazy allocator.
+const lazyInitial = 0.2
 
 func lazyAllocator(c *converter, g *given) (verdict, error) {
 	if g.off() {
@@ -495,40 +492,18 @@ func lazyAllocator(c *converter, g *given) (verdict, error) {
 	if !c.lazy() {
 		return unused("max_local_cpu_size is not above lazy_memory_safe_size"), nil
 	}
-	c.setRatio("arena.initial", lazyInitial, g)
-	c.setRatio("arena.step", lazyStep, g)
-	c.set("arena.grow_at", lazyExpand, g, "")
-	return became("", "arena.initial", "arena.step", "arena.grow_at"), nil
+	c.setInitial(lazyInitial, g)
+	return became("", "arena.initial"), nil
 }
 
-// setRatio sets a size to a part of the arena. A step is large enough to stay within the largest
-// number of steps.
-func (c *converter) setRatio(key string, ratio float64, g *given) {
-	if key == "arena.step" {
-		ratio = max(ratio, 1.0/50)
-	}
+// setInitial makes arena.initial a part of the arena.
+func (c *converter) setInitial(ratio float64, g *given) {
 	const page = 2 << 20
 	n := int64(math.Ceil(ratio*float64(c.limit())/page)) * page
-	c.set(key, size(min(max(n, page), c.limit())), g, "")
+	c.set("arena.initial", size(min(max(n, page), c.limit())), g, "")
 }
 
-func lazyRatio(key string) rule {
-	return func(c *converter, g *given) (verdict, error) {
-		f, err := g.number()
-		switch {
-		case err != nil:
-			return verdict{}, err
-		case f < 0 || f > 1:
-			return verdict{}, g.wrong("from 0 to 1")
-		case !c.lazy():
-			return unused("the lazy allocator is off"), nil
-		}
-		c.setRatio(key, f, g)
-		return became("", key), nil
-	}
-}
-
-func lazyTrigger(c *converter, g *given) (verdict, error) {
+func lazyRatio(c *converter, g *given) (verdict, error) {
 	f, err := g.number()
 	switch {
 	case err != nil:
@@ -538,8 +513,8 @@ func lazyTrigger(c *converter, g *given) (verdict, error) {
 	case !c.lazy():
 		return unused("the lazy allocator is off"), nil
 	}
-	c.set("arena.grow_at", max(f, 0.01), g, "")
-	return became("", "arena.grow_at"), nil
+	c.setInitial(f, g)
+	return became("", "arena.initial"), nil
 }
 
 func lazySafeSize(c *converter, g *given) (verdict, error) {

@@ -93,7 +93,7 @@ var serverTable = []struct {
 			c.set("arena.initial", size(limit), g, "")
 			return became("all of the arena is made at the start", "arena.initial"), nil
 		}
-		return builtIn("the arena grows from arena.initial, by arena.step, to arena.limit"), nil
+		return builtIn("the arena grows from arena.initial to arena.limit"), nil
 	}},
 	{"l1-use-hugepages", hugepages},
 	{"l1-devdax-path", func(c *converter, g *given) (verdict, error) {

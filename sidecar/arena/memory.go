@@ -15,6 +15,10 @@ import (
 	"lookaside/tiers/engine"
 )
 
+// growAt is the fill at which the arena grows. The rest takes what is stored until the workers have
+// mapped the new region.
+const growAt = 0.8
+
 // growthBackOff is how long the arena waits after the host gave no memory. It doubles up to
 // growthBackOffMost.
 const (
@@ -142,7 +146,7 @@ func (a *memory) grow(workers Workers, size int64) error {
 }
 
 // Run grows the arena when it is short of room, and publishes its usage, until ctx is done. The
-// arena is short of room in three cases: its fill passes arena.grow_at; a geometry without a region
+// arena is short of room in three cases: its fill passes growAt; a geometry without a region
 // waits for one; or chunks were evicted or refused for lack of room below arena.limit, as when one
 // geometry is full and another is not.
 func (a *memory) Run(ctx context.Context, workers Workers) {
@@ -163,13 +167,13 @@ func (a *memory) Run(ctx context.Context, workers Workers) {
 		capacity := a.capacity
 		a.mu.Unlock()
 		a.Control.SetUsage(uint64(capacity), uint64(st.UsedBytes))
-		full := float64(st.UsedBytes) >= a.GrowAt*float64(capacity) || st.WantRegion ||
+		full := float64(st.UsedBytes) >= growAt*float64(capacity) || st.WantRegion ||
 			st.Evictions+st.ShedPages > lost
 		lost = st.Evictions + st.ShedPages
 		if !full || capacity >= a.limit || time.Now().Before(retry) {
 			continue
 		}
-		if err := a.grow(workers, a.Step); err != nil {
+		if err := a.grow(workers, a.Step()); err != nil {
 			a.mu.Lock()
 			a.failures++
 			a.mu.Unlock()

@@ -21,13 +21,11 @@ const KindDAX dax.Kind = "dax"
 type ArenaConfig struct {
 	Limit      int64
 	Kind       dax.Kind
-	Initial    int64 // never above Limit
-	Step       int64
-	GrowAt     float64 // part of the arena's slots that are in use
-	Path       string  // only for dax.KindFile: the directory of the backing files
-	NUMA       string  // "none", "auto" or a node's number
-	Eviction   string  // name of a policy
-	CheckRate  int64   // bytes a second; 0: the arena is not checked
+	Initial    int64  // never above Limit
+	Path       string // only for dax.KindFile: the directory of the backing files
+	NUMA       string // "none", "auto" or a node's number
+	Eviction   string // name of a policy
+	CheckRate  int64  // bytes a second; 0: the arena is not checked
 	CheckEvery time.Duration
 	// DAX is only for KindDAX. Of the other fields KindDAX uses Kind, Eviction, CheckRate and
 	// CheckEvery.
@@ -35,10 +33,14 @@ type ArenaConfig struct {
 }
 
 // Regions returns how many regions an arena of memory has at its limit.
-func (a *ArenaConfig) Regions() int64 { return 1 + (a.Limit-a.Initial+a.Step-1)/a.Step }
+func (a *ArenaConfig) Regions() int64 {
+	step := a.Step()
+	return 1 + (a.Limit-a.Initial+step-1)/step
+}
 
-// maxRegions bounds the regions of an arena. The engine has only a few bits for a region's number.
-const maxRegions = 60
+// Step returns by how much an arena of memory grows at a time. Larger regions are few, and so are
+// the mappings of workers; smaller ones take memory later.
+func (a *ArenaConfig) Step() int64 { return max(a.Initial, a.Limit/4) }
 
 var arenaSettings = []Setting{
 	{
@@ -50,7 +52,7 @@ var arenaSettings = []Setting{
 	{
 		Key: "arena.kind", Default: "auto", Unit: "auto, hugetlb, thp, memfd, file or dax",
 		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd), files in arena.path, or the DAX devices of arena.dax.devices. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why. " +
-			"What an arena on DAX holds is found again after a restart or a crash; it is as large as its devices, and arena.limit, initial, step, grow_at, path and numa are errors with it.",
+			"What an arena on DAX holds is found again after a restart or a crash; it is as large as its devices, and arena.limit, initial, path and numa are errors with it.",
 		set: func(c *Config, v string) error {
 			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd,
 				dax.KindFile, KindDAX}
@@ -64,20 +66,8 @@ var arenaSettings = []Setting{
 	{
 		Key: "arena.initial", Default: "min(arena.limit, 1G)", Unit: "bytes", derived: true,
 		onDAX:   neverOnDAX,
-		Meaning: "How much of the arena is made at the start.",
+		Meaning: "How much of the arena is made at the start. It grows in the background when it is four fifths full, by a quarter of arena.limit or by arena.initial, whichever is more.",
 		set:     size(func(c *Config) *int64 { return &c.Arena.Initial }),
-	},
-	{
-		Key: "arena.step", Default: "max(256M, arena.limit/4)", Unit: "bytes", derived: true,
-		onDAX:   neverOnDAX,
-		Meaning: "By how much the arena grows at a time, in the background, until arena.limit.",
-		set:     size(func(c *Config) *int64 { return &c.Arena.Step }),
-	},
-	{
-		Key: "arena.grow_at", Default: "0.8", Unit: "fraction of the arena, above 0 and at most 1",
-		onDAX:   neverOnDAX,
-		Meaning: "How full the arena is when it starts to grow.",
-		set:     fraction(func(c *Config) *float64 { return &c.Arena.GrowAt }),
 	},
 	{
 		Key: "arena.path", Default: "", Unit: "directory", onDAX: neverOnDAX,
@@ -181,13 +171,6 @@ func (a *ArenaConfig) complete() error {
 		return fmt.Errorf("arena.initial is %s, above arena.limit, %s", bytesize.Format(a.Initial),
 			bytesize.Format(a.Limit))
 	}
-	if a.Step == 0 {
-		a.Step = max(256<<20, a.Limit/4)
-	}
-	if n := a.Regions(); n > maxRegions {
-		return fmt.Errorf("arena.step %s takes %d regions to reach arena.limit %s, and there may be %d",
-			bytesize.Format(a.Step), n, bytesize.Format(a.Limit), maxRegions)
-	}
 	if a.Kind == dax.KindFile && a.Path == "" {
 		return errors.New("arena.kind is file: arena.path must name a directory")
 	}
@@ -222,9 +205,7 @@ func (s Setting) isDefault(c *ArenaConfig) bool {
 // whyNeverOnDAX has the reason why a setting does not apply to an arena on DAX.
 var whyNeverOnDAX = map[string]string{
 	"arena.limit":   "such an arena is as large as its devices, whose sizes are set as DEVICE:SIZE in arena.dax.devices",
-	"arena.initial": "such an arena has all of its devices from the start",
-	"arena.step":    "such an arena does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
-	"arena.grow_at": "such an arena does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
+	"arena.initial": "such an arena has all of its devices from the start, and does not grow by itself; with arena.dax.hotplug devices are added by lookaside dax add --arena",
 	"arena.path":    "its devices, or the files that stand in for them, are set in arena.dax.devices",
 	"arena.numa":    "its memory is of the node that the device is on: see lookaside status",
 }

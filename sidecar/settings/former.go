@@ -29,6 +29,8 @@ var formers = []former{
 	renamed("arena.slab", "arena.dax.slab"),
 	gone("arena.populate_threads"),
 	gone("arena.low_water"),
+	gone("arena.step"),
+	gone("arena.grow_at"),
 	gone("promotion.share"),
 	gone("peers.hints_limit"),
 	gone("peers.slots"),

@@ -40,16 +40,16 @@ func load(t *testing.T, text string, environ []string, args ...string) (Config, 
 }
 
 func TestEachSourceOverridesTheOneBefore(t *testing.T) {
-	yaml := "arena:\n  limit: 1G\n  step: 16M\n  grow_at: 0.5\nlog:\n  level: debug\n"
-	environ := []string{"LOOKASIDE_ARENA_STEP=32M", "LOOKASIDE_ARENA_GROW_AT=0.6", "HOME=/root"}
-	c, err := load(t, yaml, environ, "--arena-grow-at=0.7")
+	yaml := "arena:\n  limit: 1G\n  initial: 16M\nsessions:\n  share: 0.5\nlog:\n  level: debug\n"
+	environ := []string{"LOOKASIDE_ARENA_INITIAL=32M", "LOOKASIDE_SESSIONS_SHARE=0.6", "HOME=/root"}
+	c, err := load(t, yaml, environ, "--sessions-share=0.7")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c.Arena.Limit != 1<<30 || c.Arena.Step != 32<<20 || c.Arena.GrowAt != 0.7 ||
+	if c.Arena.Limit != 1<<30 || c.Arena.Initial != 32<<20 || c.Sessions.Share != 0.7 ||
 		c.Log.Level != "debug" {
-		t.Errorf("limit %d, step %d, grow_at %v, level %s: want 1 GiB of the file, 32 MiB of the environment, 0.7 of the flag, debug of the file",
-			c.Arena.Limit, c.Arena.Step, c.Arena.GrowAt, c.Log.Level)
+		t.Errorf("limit %d, initial %d, share %v, level %s: want 1 GiB of the file, 32 MiB of the environment, 0.7 of the flag, debug of the file",
+			c.Arena.Limit, c.Arena.Initial, c.Sessions.Share, c.Log.Level)
 	}
 	if c.Lookup.MaxPages != 65536 || c.Lookup.Lease != 30*time.Second {
 		t.Errorf("defaults: %+v", c.Lookup)
@@ -76,17 +76,17 @@ func TestDerivedDefaults(t *testing.T) {
 		initial, step int64
 	}{
 		{nil, 1 << 30, 1 << 30},
-		{[]string{"--arena-limit=500MiB"}, 500 << 20, 256 << 20},
+		{[]string{"--arena-limit=500MiB"}, 500 << 20, 500 << 20},
 		{[]string{"--arena-limit=64G"}, 1 << 30, 16 << 30},
-		{[]string{"--arena-limit=64G", "--arena-initial=2G", "--arena-step=3G"}, 2 << 30, 3 << 30},
+		{[]string{"--arena-limit=64G", "--arena-initial=20G"}, 20 << 30, 20 << 30},
 	} {
 		c, err := load(t, "", []string{"XDG_RUNTIME_DIR=/run/user/7"}, tc.args...)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if c.Arena.Initial != tc.initial || c.Arena.Step != tc.step {
+		if c.Arena.Initial != tc.initial || c.Arena.Step() != tc.step {
 			t.Errorf("%v: initial %s, step %s", tc.args, bytesize.Format(c.Arena.Initial),
-				bytesize.Format(c.Arena.Step))
+				bytesize.Format(c.Arena.Step()))
 		}
 		if !strings.HasPrefix(c.Runtime.Dir, "/run/user/7/lookaside-") ||
 			!strings.HasSuffix(c.Runtime.Dir, "/rank-0") {
@@ -116,11 +116,12 @@ func TestBadSettingsSayWhatIsWrong(t *testing.T) {
 		{"unknown flag", "", nil, []string{"--arena-limt=4G"}, []string{"--arena-limt",
 			`"--arena-limit"`}},
 		{"size", "", nil, []string{"--arena-limit=4X"}, []string{"arena.limit", "4X"}},
-		{"zero size", "arena: {step: 0}\n", nil, nil, []string{"arena.step", `"0"`}},
+		{"zero size", "arena: {initial: 0}\n", nil, nil, []string{"arena.initial", `"0"`}},
 		{"duration", "lookup: {lease: 30}\n", nil, nil, []string{"lookup.lease", `"30"`, "30s"}},
 		{"kind", "", nil, []string{"--arena-kind=huge"}, []string{"arena.kind", `"huge"`,
 			"hugetlb"}},
-		{"fraction", "", nil, []string{"--arena-grow-at=1.5"}, []string{"arena.grow_at", `"1.5"`}},
+		{"fraction", "", nil, []string{"--sessions-share=1.5"},
+			[]string{"sessions.share", `"1.5"`}},
 		{"NaN", "", nil, []string{"--sessions-share=NaN"}, []string{"sessions.share", `"NaN"`}},
 		{"list", "arena: {limit: [1, 2]}\n", nil, nil, []string{"arena.limit", "single value"}},
 		{"initial above limit", "", nil, []string{"--arena-limit=1G", "--arena-initial=2G"},
@@ -145,11 +146,7 @@ func TestBadSettingsSayWhatIsWrong(t *testing.T) {
 		{"limit on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
 			"--arena-limit=4G"}, []string{"arena.limit", "arena.kind is dax", "DEVICE:SIZE"}},
 		{"initial on DAX", "arena: {kind: dax, dax: {devices: [/dev/dax0.0]}, initial: 1G}", nil, nil,
-			[]string{"arena.initial", "from the start"}},
-		{"step on DAX", "", []string{"LOOKASIDE_ARENA_STEP=1G"}, []string{"--arena-kind=dax",
-			"--arena-dax-devices=/dev/dax0.0"}, []string{"arena.step", "lookaside dax add --arena"}},
-		{"grow_at on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
-			"--arena-grow-at=0.5"}, []string{"arena.grow_at", "does not grow"}},
+			[]string{"arena.initial", "from the start", "lookaside dax add --arena"}},
 		{"path on DAX", "", nil, []string{"--arena-kind=dax", "--arena-path=/mnt/pmem"},
 			[]string{"arena.path", "arena.dax.devices"}},
 		{"numa on DAX", "", nil, []string{"--arena-kind=dax", "--arena-dax-devices=/dev/dax0.0",
