@@ -81,7 +81,7 @@ var eventsSettings = []Setting{
 	},
 	{
 		Key: "events.buffer_steps", Default: "10000", Unit: "batches",
-		Meaning: "How many batches are kept for events.replay_endpoint, within 64 MiB. A batch has up to 1,024 pages, and then some 10 or 36 KiB.",
+		Meaning: "How many batches are kept for events.replay_endpoint, within 64 MiB. A batch has up to 1,024 pages, and then some 10 or 36 KiB. vLLM's own events have the same setting. Fewer take less memory; who asks for a batch that is gone has everything published anew.",
 		set:     whole(1, 1<<24, func(c *Config) *int { return &c.Events.BufferSteps }),
 	},
 	{

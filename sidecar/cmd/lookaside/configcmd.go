@@ -28,6 +28,8 @@ func newConfig() *cobra.Command {
 // maxConfigText bounds the text of a file or of standard input.
 const maxConfigText = 1 << 20
 
+// newFromLMCache is one function although it has many branches: nearly all of them return the error
+// of one step. The steps are in order, and each is used once.
 func newFromLMCache() *cobra.Command {
 	var (
 		asJSON, env bool

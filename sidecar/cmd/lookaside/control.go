@@ -361,6 +361,8 @@ func newUnpin() *cobra.Command {
 	return cmd
 }
 
+// newClear is one function although it has many branches: each is for one form of what to clear (a
+// prompt, a space, all) or of the output. All of them use the flags, which are its variables.
 func newClear() *cobra.Command {
 	var (
 		c        control
