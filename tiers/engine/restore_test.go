@@ -268,7 +268,7 @@ func TestRestoreMany(t *testing.T) {
 			want += len(all)
 			rnd.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 			for _, x := range all {
-				prev[fmt.Sprint(x.Space, x.Hashes)] = string(x.Prev)
+				prev[fmt.Sprintf("%d %s", x.Space, x.Hashes)] = string(x.Prev)
 			}
 			for left := all; len(left) > 0; {
 				n := min(1+rnd.IntN(3000), len(left))
@@ -309,7 +309,7 @@ func TestRestoreMany(t *testing.T) {
 		}
 		for _, all := range dump(b) {
 			for _, x := range all {
-				was := prev[fmt.Sprint(x.Space, x.Hashes)]
+				was := prev[fmt.Sprintf("%d %s", x.Space, x.Hashes)]
 				if string(x.Prev) != was && (len(x.Prev) > 0 || !gone[was]) {
 					t.Fatalf("seed %d: the chunk from page %d on continues %x, and continued %x",
 						seed, x.First, x.Prev, was)
