@@ -30,6 +30,7 @@ sys.path.insert(0, str(REPO))
 from examples.stand import client, model  # noqa: E402
 from examples.stand.client import Answer  # noqa: E402
 from examples.stand.processes import (  # noqa: E402
+    Child,
     Proxy,
     Server,
     Sidecar,
@@ -204,14 +205,24 @@ def logs() -> Path | None:
 
 @pytest.fixture(scope="session")
 def small_model() -> Path:
-    return model.ensure()
+    return model.ensure("thin")
 
 
 @pytest.fixture(scope="session")
 def stands(logs: Path | None) -> Iterator[Stands]:
     """Makes stands whose servers start quickly."""
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+
+    def start(command: list[str], log: Path, environment: dict[str, str]) -> Child:
+        """A worker gets one core: between two, most steps of so small a model would wait for each
+        other."""
+        bound = environment["VLLM_CPU_OMP_THREADS_BIND"]
+        if "|" not in bound:  # a core for each rank
+            bound = str(next(cores))
+        return warm.start(command, log, {**environment, "VLLM_CPU_OMP_THREADS_BIND": bound})
+
     with warm.vllm_imported():
-        yield lambda model: Stand(model, logs, warm.start)
+        yield lambda model: Stand(model, logs, start)
 
 
 @pytest.fixture(scope="session")

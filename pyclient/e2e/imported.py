@@ -19,9 +19,17 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.models.qwen3_next",
 )
 for name in MODULES:
     importlib.import_module(name)
+
+# vLLM looks at a model's class in a process of its own, which would import all of this once more.
+registry = importlib.import_module("vllm.model_executor.models.registry")
+registry._run_in_subprocess = lambda look: look()  # pyright: ignore[reportAttributeAccessIssue]
 
 # What is tested is what happens, not how fast: a sidecar that stands still for seconds, as all do
 # on a busy machine, is not to be doubted for it, nor its answer to a load given up. How long that

@@ -87,8 +87,10 @@ def test_killed_during_a_load(pair: Pair, delay_s: float) -> None:
 def test_killed_during_a_store(pair: Pair) -> None:
     prompt = pair.prompt(3000)
     truth = ask(pair.plain, prompt)
+    stored = lambda: pair.sidecar.status()["counters"]["stored_pages"]  # noqa: E731
+    before = stored()
     asking = Asking(pair.a, prompt)
-    time.sleep(0.4)
+    eventually(lambda: stored() > before or not asking.is_alive(), "the first pages to be stored")
     pair.sidecar.signal(signal.SIGKILL)
     pair.sidecar.wait(30)
     assert asking.answer().tokens == truth.tokens

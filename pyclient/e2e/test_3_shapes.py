@@ -68,7 +68,7 @@ def start_one_head(stand: Stand) -> Shape:
     server = stand.server(
         "mqa",
         connector=configured(stand.endpoint("all").format(rank=0)),
-        model=model.ensure("mqa"),
+        model=model.ensure("thin-mqa"),
         arguments=["--tensor-parallel-size", "2"],
         env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
     )
@@ -136,12 +136,13 @@ def write_adapter(base: Path, directory: Path, seed: int) -> Path:
 
     config = json.loads((base / "config.json").read_text())
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    queries = config["num_attention_heads"] * config["head_dim"]
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(layers):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         weights[f"{name}.lora_A.weight"] = torch.randn(8, hidden, generator=generator)
-        weights[f"{name}.lora_B.weight"] = torch.randn(hidden, 8, generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(queries, 8, generator=generator)
     directory.mkdir()
     save_file(weights, directory / "adapter_model.safetensors")
     adapter = {
@@ -183,11 +184,11 @@ def started(stand: Stand, *start: Callable[[Stand], Shape]) -> Iterator[list[Sha
 @pytest.fixture(scope="class")
 def ranks_and_room(small_model: Path, stands: Stands, logs: Path | None) -> Iterator[list[Shape]]:
     # The one without room as a user's command starts it: its engine and worker are spawned.
-    with (
-        started(stands(small_model), start_two_ranks) as ranks,
-        started(Stand(small_model, logs), start_no_room) as room,
-    ):
-        yield [*ranks, *room]
+    with stands(small_model) as warm, Stand(small_model, logs) as cold:
+        room, ranks = start_no_room(cold), start_two_ranks(warm)
+        for shape in (ranks, room):
+            shape.server.wait_ready()
+        yield [ranks, room]
 
 
 @pytest.fixture
@@ -362,7 +363,7 @@ class TestOneHead:
             assert least <= counters(sidecar)[0] <= most
         status = sidecar.status()
         assert len(status["spaces"]) == 1
-        token = model.kv_bytes_per_token(model.model_dir("mqa"))
+        token = model.kv_bytes_per_token(model.model_dir("thin-mqa"))
         assert status["spaces"][0]["page_bytes"] == PAGE * token, "of all KV heads, which are one"
 
 

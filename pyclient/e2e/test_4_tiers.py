@@ -42,9 +42,11 @@ DEVICE = "256M"  # of the arena on DAX
 PATIENT_REDIS = "lookup_timeout=20s&load_timeout=60s&store_timeout=120s"
 
 # In so small an arena a partly filled chunk would be evicted before the usual second is over. Each
-# stands for a host of its own: what another has in its arena must come from a tier.
+# stands for a host of its own: what another has in its arena must come from a tier. A busy disk
+# or Redis server may take longer than so small a model takes to compute a page.
 PATIENT_SIDECAR = {
     "lookup_deadline": "60s",
+    "lookup_promote": "always",
     "cascade_partial_delay": "50ms",
     "peers_enabled": "false",
 }
