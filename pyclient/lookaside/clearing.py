@@ -26,8 +26,9 @@ import time
 from collections.abc import Sequence
 
 from lookaside import wire
+from lookaside.connection import Pending, SessionUnavailable
 from lookaside.ratelog import RateLimitedLog
-from lookaside.session import Pending, Session, SessionUnavailable
+from lookaside.session import Session
 
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")

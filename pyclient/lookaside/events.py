@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lookaside import wire
+from lookaside.connection import Pending, SessionUnavailable
 from lookaside.ratelog import RateLimitedLog
-from lookaside.session import Pending, Session, SessionUnavailable
+from lookaside.session import Session
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # deadline sets it by itself.
 PATIENCE_S = {
     "lookaside.scheduler.identification._IDENTITY_PATIENCE_S": 60.0,
-    "lookaside.session._CONNECT_PATIENCE_S": 60.0,
+    "lookaside.connection._CONNECT_PATIENCE_S": 60.0,
     "lookaside.heartbeat._PONG_PATIENCE_S": 60.0,
     "lookaside.worker.link._DRAIN_PATIENCE_S": 60.0,
     "lookaside.worker.loads._GRANT_PATIENCE_S": 60.0,

@@ -22,7 +22,8 @@ from typing import Any
 import msgspec
 import zmq
 from lookaside import wire
-from lookaside.session import Pending, Session
+from lookaside.connection import Pending
+from lookaside.session import Session
 
 _decode = msgspec.msgpack.Decoder(wire.AnyMessage).decode
 Answer = Any  # a message, bytes, a list of them, or None
@@ -289,16 +290,18 @@ def serving(directory: Path, **options: Any) -> Iterator[Peer]:
 
 
 def waited_in_vain(session: Session) -> list[Pending]:
-    """The requests of a session whose answer was waited for in vain, from now on: the list
-    grows."""
+    """The requests of a session's present connection whose answer was waited for in vain, from now
+    on: the list grows."""
     waits: list[Pending] = []
-    give_up = session._give_up
+    connection = session._connection
+    assert connection is not None
+    give_up = connection._give_up
 
     def noted(pending: Pending) -> Any:
         waits.append(pending)
         return give_up(pending)
 
-    session._give_up = noted  # type: ignore[method-assign]
+    connection._give_up = noted  # type: ignore[method-assign]
     return waits
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from lookaside import wire
 from lookaside.clearing import Clearing
-from lookaside.session import Session, SessionUnavailable
+from lookaside.connection import SessionUnavailable
+from lookaside.session import Session
 from peer import Conn, Peer, serving, until
 from test_session import options
 

@@ -25,9 +25,9 @@ from unittest import mock
 import pytest
 import torch
 from lookaside import space, wire
+from lookaside.connection import SessionUnavailable
 from lookaside.connector import LookasideConnector
 from lookaside.prefill import PrefillRate
-from lookaside.session import SessionUnavailable
 from peer import until
 from scheduling import (
     BLOCK,

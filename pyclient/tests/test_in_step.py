@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from lookaside import wire
+from lookaside.connection import Pending
 from lookaside.copies import finished
 from lookaside.scheduler import in_step
-from lookaside.session import Pending
 from scheduling import BLOCK, Batch, make_config, tokens
 from test_engine import BINARY, Engine, engines, model, sidecars
 
@@ -109,7 +109,8 @@ def break_load(engine: Engine, rank: int, how: str, monkeypatch: pytest.MonkeyPa
     if how == "no grant":
         monkeypatch.setattr("lookaside.worker.loads._IN_STEP_PATIENCE_S", 0.0)
         # The request is never sent.
-        monkeypatch.setattr(link.session, "submit", lambda _, late: Pending(link.session, late))
+        connection = link.session._connection
+        monkeypatch.setattr(link.session, "submit", lambda _, late: Pending(connection, late))
     elif how == "refused":
         take: Any = wire.PrepareLoad
         monkeypatch.setattr(

@@ -316,7 +316,7 @@ def cut(engine: Engine, rank: int) -> None:
     """End a rank's session as if its sidecar had."""
     session = engine.workers.roles[rank]._worker.link.session
     with contextlib.suppress(OSError, AttributeError):
-        session._socket.shutdown(socket.SHUT_RDWR)
+        session._connection.line.socket.shutdown(socket.SHUT_RDWR)
 
 
 def reconnected(engine: Engine) -> None:

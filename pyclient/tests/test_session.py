@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from lookaside import wire
+from lookaside.connection import SessionUnavailable
 from lookaside.endpoint import EndpointAbsent, EndpointError, check_directory, open_endpoint
 from lookaside.handshake import SessionOptions
-from lookaside.session import Session, SessionUnavailable
+from lookaside.session import Session
 from peer import Conn, Peer, serving, until, waited_in_vain
 
 
@@ -281,7 +282,7 @@ def test_impatience_is_not_suspicion(
     session: Session, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "lookaside.session._DOUBT_AFTER_S", 30.0
+        "lookaside.connection._DOUBT_AFTER_S", 30.0
     )  # this thread may stand still, too
     peer.script[wire.ClearSpace] = lambda conn, m: None
     assert ping(session).wait(0) is None

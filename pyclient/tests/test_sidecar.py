@@ -31,11 +31,12 @@ import zmq
 from lookaside import wire
 from lookaside.autostart import Autostart
 from lookaside.config import parse
+from lookaside.connection import SessionUnavailable
 from lookaside.endpoint import EndpointAbsent, EndpointError, open_endpoint
 from lookaside.lookups import Lookup
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
 from lookaside.ratelog import RateLimitedLog
-from lookaside.session import Session, SessionUnavailable
+from lookaside.session import Session
 from lookaside.sidecars import RankSidecars
 from peer import until, waited_in_vain
 from scheduling import make_kv_config
@@ -252,7 +253,7 @@ def test_engines_that_share_nothing_by_accident_are_warned(
 ) -> None:
     """Both of them, though one has been there before; once, however often they connect."""
     monkeypatch.setattr(
-        "lookaside.session._notices", RateLimitedLog(logging.getLogger("vllm.lookaside"), 3600.0)
+        "lookaside.notices._notices", RateLimitedLog(logging.getLogger("vllm.lookaside"), 3600.0)
     )
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
@@ -1020,9 +1021,9 @@ def test_sidecar_that_gives_us_up_waits_for_our_copies(
             engine.step(LookasideMetadata(saves=[engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8])]))
         until(lambda: slow.tickets)
         session = engine.worker.link.session
-        assert session is not None and session._socket is not None
+        assert session is not None and session._connection is not None
         first = session.session_id
-        session._socket.send(b"\xc1")
+        session._connection.line.socket.send(b"\xc1")
         until(lambda: session.connected and session.session_id not in (0, first))
         status = sidecar.status()
         assert [each["session"] for each in status["lingering"]] == [f"{first:016x}"]

@@ -559,13 +559,14 @@ class Moods:
         self.session.submit = self
 
     def __call__(self, *args: Any) -> Any:
+        connection = self.session._connection
         with self.session._lock:
-            self.session._suspect = self.session._connected and self.rng.random() < 0.4
+            connection.suspect = connection.connected and self.rng.random() < 0.4
         try:
             return self.submit(*args)
         finally:
             with self.session._lock:
-                self.session._suspect = False
+                connection.suspect = False
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -16,12 +16,13 @@ import numpy as np
 
 from lookaside import wire
 from lookaside.config import Config
+from lookaside.connection import Pending, SessionUnavailable
 from lookaside.copies import Ticket, use_all_cores
 from lookaside.mapping import RegionError
 from lookaside.metadata import LoadSpec
 from lookaside.ratelog import RateLimitedLog
 from lookaside.regions import Hold
-from lookaside.session import Pending, Session, SessionUnavailable
+from lookaside.session import Session
 from lookaside.stats import Collector
 from lookaside.worker.link import Link, Live
 

@@ -1,0 +1,393 @@
+"""One connection to a sidecar: its handshake, the requests on it, and its end.
+
+The session's thread alone connects and reads. All other threads only send: submit and send write to
+the socket from the calling thread, without blocking. (Handing a message to another thread would
+cost more than sending it.) The reply appears in a Pending.
+
+**Deadlines.** Nothing here waits for the sidecar without a deadline. A sidecar that is stopped
+costs one deadline at most: after a missed one the connection is *suspect*. A suspect connection
+refuses every submit at once, until the sidecar says anything at all; a Ping asks it to. An idle
+connection is pinged too, so that most stops are noticed before anybody waits.
+
+**Locks.** The session's lock guards all fields marked so, and is never held across anything that
+can block. The audience is told on the session's thread, without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lookaside import notices, wire
+from lookaside.control import Control
+from lookaside.endpoint import open_endpoint
+from lookaside.handshake import SessionOptions, greet, welcomed
+from lookaside.heartbeat import Heartbeat
+from lookaside.line import HandshakeError, Line, close_all
+from lookaside.ratelog import RateLimitedLog
+from lookaside.wakeup import Wakeup
+
+_CONNECT_PATIENCE_S = 5.0
+# A wait shorter than this since the request was sent says nothing about the sidecar.
+_DOUBT_AFTER_S = 0.005
+_MAX_OUTBOX = 4096
+_REPLIES = (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Events, wire.Error)
+
+
+class SessionUnavailable(RuntimeError):
+    """No session would answer now: there is none, or it is suspect."""
+
+
+class Audience(Protocol):
+    """What is told of a connection's life, on the session's thread."""
+
+    def welcome(self, welcome: wire.Welcome) -> None:
+        """The sidecar has welcomed the session."""
+        ...
+
+    def welcome_newcomers(self, welcome: wire.Welcome) -> None:
+        """The connection goes on. Called between any two waits for messages."""
+        ...
+
+    def add_region(self, region: wire.RegionAdded, fd: int) -> None:
+        """The sidecar has added a data region; fd is closed after the call."""
+        ...
+
+    def remove_region(self, region: int) -> None:
+        """The sidecar wants a region unmapped."""
+        ...
+
+
+class Pending:
+    """One request that is out. Made by Connection.submit."""
+
+    __slots__ = ("_answered", "_connection", "_given_up", "_on_late", "_reply", "_since")
+
+    def __init__(self, connection: Connection, on_late: Callable[[Any], None] | None) -> None:
+        self._connection = connection
+        self._answered = threading.Event()
+        self._reply: Any = None
+        self._given_up = False
+        self._on_late = on_late
+        self._since = time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        """Whether wait would return at once."""
+        return self._answered.is_set()
+
+    def wait_done(self, timeout_s: float) -> bool:
+        """Wait for the reply or the session's end, without giving the request up.
+
+        Returns whether one of them has come.
+        """
+        return self._answered.wait(timeout_s)
+
+    def wait(self, timeout_s: float) -> Any:
+        """Return the reply; None if none came in time or the session was lost.
+
+        After a missed deadline the request is given up and the session is suspect. If the reply
+        comes later, on_late gets it.
+        """
+        if self._answered.is_set() or (timeout_s > 0 and self._answered.wait(timeout_s)):
+            return self._reply
+        return self._connection._give_up(self)
+
+
+class Connection:
+    """One socket of a session, until it ends. The session's thread makes and ends it."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        audience: Audience,
+        lock: threading.Lock,
+        wakeup: Wakeup,
+        log: RateLimitedLog,
+    ) -> None:
+        """Connect to the sidecar's socket. Raises EndpointError."""
+        self._options = options
+        self._audience = audience
+        self._wakeup = wakeup
+        self._log = log
+        self._buffer = bytearray(wire.MAX_PACKET_BYTES + 1)  # the thread's own
+
+        self._lock = lock
+        # Guarded by _lock, all below.
+        self.line: Line | None = Line(open_endpoint(options.endpoint))
+        """None once the connection has ended."""
+        self.welcome: wire.Welcome | None = None
+        self.connected = False
+        """The handshake is over, and the connection has not ended."""
+        self.suspect = False
+        """The sidecar has missed a deadline and said nothing since."""
+        self._control: Control | None = None
+        self._direct: socket.socket | None = None  # until take_direct
+        self._broken: str | None = None
+        self._ids = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._outbox: deque[bytes] = deque()
+
+    def is_current(self, session_id: int) -> bool:
+        """Report whether session_id is this session's and its sidecar lives.
+
+        It asks the kernel. So it notices a sidecar killed an instant ago, even if the session's
+        thread has not run since.
+        """
+        with self._lock:
+            welcome = self.welcome
+            if not self.connected or welcome is None or welcome.session != session_id:
+                return False
+            if self._broken is not None or self.line is None or self._control is None:
+                return False
+            if self._control.generation != welcome.generation:
+                return False
+            if self._control.state not in (Control.SERVING, Control.DRAINING):
+                return False
+            poller = select.poll()
+            poller.register(self.line.socket, select.POLLRDHUP)
+            return not poller.poll(0)
+
+    def take_direct(self) -> socket.socket | None:
+        """Return the direct socket, which is the caller's from then on; None if there is none."""
+        with self._lock:
+            direct, self._direct = self._direct, None
+            return direct
+
+    # ---- requests ----
+
+    def submit(
+        self, make: Callable[[int], Any], on_late: Callable[[Any], None] | None = None
+    ) -> Pending:
+        """Send the request that make builds for a fresh id; see Session.submit."""
+        pending = Pending(self, on_late)
+        with self._lock:
+            if not self.connected or self._broken is not None:
+                raise SessionUnavailable("not connected")
+            if self.suspect:
+                raise SessionUnavailable("the sidecar does not answer")
+            request_id = next(self._ids) & 0xFFFFFFFF
+            self._pending[request_id] = pending
+            if not self._transmit(wire.encode(make(request_id))):
+                self._pending.pop(request_id, None)
+                self.suspect = True
+                self._wakeup.set()
+                raise SessionUnavailable("the sidecar does not read")
+        return pending
+
+    def send(self, message: Any, session_id: int) -> bool:
+        """Send a message without reply if session_id is this session's; see Session.send."""
+        with self._lock:
+            welcome = self.welcome
+            if not self.connected or self._broken is not None or welcome is None:
+                return False
+            if welcome.session != session_id:
+                return False
+            data = wire.encode(message)
+            if self._outbox or not self._transmit(data):
+                if self._broken is not None:
+                    return False
+                self._outbox.append(data)
+                if len(self._outbox) > _MAX_OUTBOX:
+                    # Dropping one message would leak what it frees. Ending the session frees
+                    # everything.
+                    self._broken = "the sidecar has not read for too long"
+                self._wakeup.set()
+        return True
+
+    def doubt(self) -> None:
+        """Note a missed deadline: the connection is suspect until the sidecar speaks."""
+        with self._lock:
+            if not self.connected or self.suspect:
+                return
+            self.suspect = True
+        self._wakeup.set()
+
+    def _give_up(self, pending: Pending) -> Any:
+        with self._lock:
+            if pending._answered.is_set():
+                return pending._reply
+            pending._given_up = True
+        if time.monotonic() - pending._since >= _DOUBT_AFTER_S:
+            self.doubt()
+        return None
+
+    def _transmit(self, data: bytes) -> bool:
+        """Send now if the socket takes it; return whether it did. The caller holds _lock."""
+        if self.line is None or self._outbox:
+            return False
+        try:
+            self.line.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return True
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self._broken = str(error)
+            self._wakeup.set()
+            return False
+
+    def _flush(self) -> None:
+        """Send what waits in the outbox, as far as the socket takes it. The caller holds _lock."""
+        assert self.line is not None
+        while self._outbox:
+            try:
+                self.line.socket.send(self._outbox[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return
+            self._outbox.popleft()
+
+    # ---- the session's thread ----
+
+    def shake_hands(self) -> wire.Welcome:
+        """Perform the handshake until all regions are mapped. The caller then sets connected."""
+        assert self.line is not None
+        deadline = time.monotonic() + _CONNECT_PATIENCE_S
+        greet(self.line, self._options)
+        welcome, control, direct = welcomed(*self._receive_by(deadline), self._options)
+        with self._lock:
+            self._control = control
+            self._direct = direct
+            if control.generation != welcome.generation:
+                raise HandshakeError("control region and welcome are of different sidecar runs")
+            self.welcome = welcome
+        self._audience.welcome(welcome)
+        for _ in range(welcome.regions):
+            added, fds = self._receive_by(deadline)
+            if not isinstance(added, wire.RegionAdded):
+                close_all(fds)
+                raise HandshakeError(f"{type(added).__name__} for a RegionAdded")
+            self._hand_over(added, fds)
+        return welcome
+
+    def _hand_over(self, added: wire.RegionAdded, fds: list[int]) -> None:
+        try:
+            if len(fds) != 1:
+                raise HandshakeError(f"RegionAdded with {len(fds)} fds")
+            self._audience.add_region(added, fds[0])
+        finally:
+            close_all(fds)
+
+    def _receive_by(self, deadline: float) -> tuple[Any, list[int]]:
+        """Return the next message of the handshake with its fds.
+
+        Raises HandshakeError at the deadline.
+        """
+        poller = select.poll()
+        assert self.line is not None
+        poller.register(self.line.socket, select.POLLIN)
+        poller.register(self._wakeup.fd, select.POLLIN)
+        while True:
+            received = self.line.receive(self._buffer)
+            if received is not None:
+                return received
+            left = deadline - time.monotonic()
+            if left <= 0 or self._wakeup.ended:
+                raise HandshakeError("no answer to the handshake")
+            for fd, _ in poller.poll(left * 1000):
+                if fd == self._wakeup.fd:
+                    self._wakeup.clear()
+
+    def serve(self) -> None:
+        """Dispatch messages until the session ends; return or raise when it has."""
+        assert self.line is not None and self.welcome is not None
+        line, beat = self.line, Heartbeat(time.monotonic())
+        poller = select.poll()
+        poller.register(self._wakeup.fd, select.POLLIN)
+        while True:
+            with self._lock:
+                if self._broken is not None:
+                    raise ConnectionResetError(self._broken)
+                self._flush()
+                suspect = self.suspect
+                events = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+            if self._wakeup.ended:
+                return
+            self._audience.welcome_newcomers(self.welcome)
+
+            now = time.monotonic()
+            if beat.wants_ping(now, suspect):
+                with self._lock:
+                    if self._transmit(wire.encode(wire.Ping(next(self._ids) & 0xFFFFFFFF))):
+                        beat.pinged = now
+                    else:
+                        # A sidecar that reads nothing is as suspect as one that does not answer.
+                        self.suspect = suspect = True
+            if beat.is_late(now):
+                with self._lock:
+                    self.suspect = True
+            poller.register(line.socket, events)
+            poller.poll(max(0.0, beat.due(now, suspect) - now) * 1000)
+            self._wakeup.clear()
+
+            while (received := line.receive(self._buffer)) is not None:
+                beat.heard, message = time.monotonic(), received[0]
+                if isinstance(message, wire.Pong):
+                    beat.pinged = None
+                with self._lock:
+                    self.suspect = False
+                self._dispatch(message, received[1])
+
+    def _dispatch(self, message: Any, fds: list[int]) -> None:
+        if isinstance(message, wire.RegionAdded):
+            self._hand_over(message, fds)
+            return
+        close_all(fds)
+        if isinstance(message, wire.RegionRemoved):
+            self._audience.remove_region(message.region)
+        elif isinstance(message, wire.Notice):
+            notices.show(message.text)
+        elif isinstance(message, _REPLIES):
+            self._answer(message)
+        elif not isinstance(message, wire.Pong):
+            raise HandshakeError(f"unexpected {type(message).__name__}")
+
+    def _answer(self, message: Any) -> None:
+        """Give a reply to who waits for its request, or to the request's on_late."""
+        late = None
+        with self._lock:
+            pending = self._pending.pop(message.id, None)
+            if pending is not None and pending._given_up:
+                late = pending._on_late
+            elif pending is not None:
+                pending._reply = message
+                pending._answered.set()
+        if isinstance(message, wire.Error) and pending is None:
+            self._log.warning(
+                "error", "the sidecar complains: %s: %s", message.code, message.message
+            )
+        if late is not None:
+            late(message)
+
+    def end(self) -> None:
+        """End the connection, and every wait for a reply. Safe to call again.
+
+        The socket closes here, unless somebody holds it.
+        """
+        with self._lock:
+            self.connected = False
+            self.suspect = False
+            pending, self._pending = list(self._pending.values()), {}
+            self._outbox.clear()
+            line, self.line = self.line, None
+            control, self._control = self._control, None
+            direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
+        if line is not None:
+            line.release()
+        if control is not None:
+            control.close()
+        for each in pending:
+            each._answered.set()
+
+    def forget_after_fork(self) -> None:
+        """Give the connection up in a forked child, where its lock must not be touched."""
+        self._lock = threading.Lock()
+        self.connected = False
+        self.line = None

@@ -1,0 +1,79 @@
+"""Why an attempt to connect has ended, and how long to pause before the next one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from lookaside.endpoint import EndpointAbsent, EndpointError
+from lookaside.handshake import RefusedError
+from lookaside.line import HandshakeError
+from lookaside.mapping import RegionError
+from lookaside.ratelog import RateLimitedLog
+
+# Below "vllm", so that its handlers show it.
+logger = logging.getLogger("vllm.lookaside")
+
+_BACKOFF_FIRST_S = 0.1
+_BACKOFF_LAST_S = 1.0
+_REFUSED_BACKOFF_S = 5.0
+
+
+class Retries:
+    """The pauses between the attempts of one session, which grow. For its thread alone."""
+
+    def __init__(
+        self, endpoint: str, log: RateLimitedLog, on_absent: Callable[[], None] | None
+    ) -> None:
+        """on_absent is called, in place of a warning, each time nothing listens."""
+        self._endpoint = endpoint
+        self._log = log
+        self._on_absent = on_absent
+        self._backoff = _BACKOFF_FIRST_S
+
+    def note_connected(self) -> None:
+        """Note a success: the next pause is short again."""
+        self._backoff = _BACKOFF_FIRST_S
+
+    def pause_s(self, error: Exception | None) -> float:
+        """Log why an attempt or its session has ended; return how long to pause.
+
+        error is None if it was ended on our side.
+        """
+        backoff = self._backoff
+        self._backoff = min(backoff * 2, _BACKOFF_LAST_S)
+        if error is None:
+            return backoff
+        if isinstance(error, EndpointAbsent):
+            self._report_absent(error)
+            return backoff
+        if isinstance(error, RefusedError):
+            return self._pause_after_refusal(error, backoff)
+        if isinstance(error, EndpointError | HandshakeError | RegionError | OSError):
+            self._log.warning(type(error).__name__, "session with %s: %s", self._endpoint, error)
+            return _BACKOFF_LAST_S if isinstance(error, EndpointError) else backoff
+        self._log.warning("bug", "session with %s", self._endpoint, exc_info=True)
+        return _BACKOFF_LAST_S
+
+    def _report_absent(self, error: EndpointAbsent) -> None:
+        if self._on_absent is None:
+            self._log.warning("absent", "no sidecar answers: %s; serving without it", error)
+            return
+        try:
+            self._on_absent()
+        except Exception:
+            self._log.warning("autostart", "starting a sidecar failed", exc_info=True)
+
+    def _pause_after_refusal(self, error: RefusedError, backoff: float) -> float:
+        code, field = error.refusal.code, error.refusal.field
+        if code == "no_worker":
+            # Its worker has not connected yet. That is an order of arrival, no fault.
+            logger.debug("sidecar at %s: %s", self._endpoint, error)
+            return backoff
+        self._log.warning(
+            f"refused {code} {field}",
+            "the sidecar at %s refused this engine: %s",
+            self._endpoint,
+            error,
+        )
+        return backoff if code in ("busy", "draining") else _REFUSED_BACKOFF_S
