@@ -138,10 +138,10 @@ func (s *Stack) callStore(t *tier, transfers []tiers.Transfer,
 	start := time.Now()
 	return s.call(t.Tier.Store, t.StoreTimeout, transfers, func(i int, err error) {
 		if err == nil {
-			bytes, took := int64(len(transfers[i].Bytes)), time.Since(start)
-			t.count.stored(bytes, took)
+			bytes := int64(len(transfers[i].Bytes))
+			t.count.stored(bytes)
 			if s.cfg.Observe != nil {
-				s.cfg.Observe(t.index, OpStore, bytes, took)
+				s.cfg.Observe(t.index, OpStore, bytes, time.Since(start))
 			}
 		} else {
 			t.count.failed(OpStore, err)
@@ -292,13 +292,12 @@ func (s *Stack) copyUp(from, to *tier, transfers []tiers.Transfer, kept []bool) 
 	var mu sync.Mutex
 	var read []int
 	some := pick(todo)
-	start := time.Now()
 	from.breaker.leave(s.call(from.Tier.Load, from.LoadTimeout, some, func(j int, err error) {
 		if err != nil {
 			from.count.failed(OpLoad, err)
 			return
 		}
-		from.count.loaded(int64(len(some[j].Bytes)), time.Since(start))
+		from.count.loaded(int64(len(some[j].Bytes)))
 		mu.Lock()
 		defer mu.Unlock()
 		read = append(read, todo[j])

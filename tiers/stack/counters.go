@@ -12,10 +12,10 @@ import (
 // tierCounters counts the calls of one tier since the start. Any goroutine may use it.
 type tierCounters struct {
 	lookups, lookupPages, hitPages atomic.Uint64
-	loads, loadBytes, loadNanos    atomic.Uint64
-	stores, storeBytes, storeNanos atomic.Uint64
+	loads, loadBytes               atomic.Uint64
+	stores, storeBytes             atomic.Uint64
 	noRoom, demoted                atomic.Uint64
-	missed, corrupt, late          atomic.Uint64
+	missed, late                   atomic.Uint64
 	failures                       [3]atomic.Uint64 // by Op
 	seekNanos                      atomic.Int64     // time of one lookup, averaged
 
@@ -29,8 +29,7 @@ func (c *tierCounters) failed(op Op, err error) {
 	case errors.Is(err, tiers.ErrNotFound):
 		c.missed.Add(1)
 		return
-	case errors.Is(err, tiers.ErrCorrupt):
-		c.corrupt.Add(1)
+	case errors.Is(err, tiers.ErrCorrupt): // the tier counts it
 		return
 	case errors.Is(err, tiers.ErrBusy):
 		c.noRoom.Add(1)
@@ -52,16 +51,14 @@ func (c *tierCounters) lastError() error {
 	return c.last
 }
 
-func (c *tierCounters) loaded(bytes int64, took time.Duration) {
+func (c *tierCounters) loaded(bytes int64) {
 	c.loads.Add(1)
 	c.loadBytes.Add(uint64(bytes))
-	c.loadNanos.Add(uint64(took))
 }
 
-func (c *tierCounters) stored(bytes int64, took time.Duration) {
+func (c *tierCounters) stored(bytes int64) {
 	c.stores.Add(1)
 	c.storeBytes.Add(uint64(bytes))
-	c.storeNanos.Add(uint64(took))
 }
 
 // sought averages the time of lookups. Of two concurrent calls one may be lost, which is harmless.
@@ -74,46 +71,41 @@ func (c *tierCounters) lookupTime() time.Duration { return time.Duration(c.seekN
 
 // TierStatus describes one tier at one moment: its own report, and the calls since the start.
 type TierStatus struct {
-	Name string `json:"name"`
+	Name string
 	tiers.TierStats
-	Admit string `json:"admit"`
+	Admit string
 
-	Breaker   string `json:"breaker"` // closed, open or probing
-	Opened    uint64 `json:"opened"`  // times that it opened
-	LastError string `json:"last_error,omitempty"`
+	Breaker   string // closed, open or probing
+	Opened    uint64 // times that it opened
+	LastError string
 
-	Lookups     uint64 `json:"lookups"`
-	LookupPages uint64 `json:"lookup_pages"` // requested
-	HitPages    uint64 `json:"hit_pages"`    // found
-	Loads       uint64 `json:"loads"`        // chunks
-	LoadBytes   uint64 `json:"load_bytes"`
-	// LoadSeconds sums up the times from the beginning of the call to each chunk.
-	LoadSeconds  float64 `json:"load_seconds"`
-	Stores       uint64  `json:"stores"`
-	StoreBytes   uint64  `json:"store_bytes"`
-	StoreSeconds float64 `json:"store_seconds"`
+	Lookups     uint64
+	LookupPages uint64 // requested
+	HitPages    uint64 // found
+	Loads       uint64 // chunks
+	LoadBytes   uint64
+	Stores      uint64
+	StoreBytes  uint64
 	// Demoted counts stored chunks that the tier above was about to drop.
-	Demoted uint64 `json:"demoted"`
+	Demoted uint64
 
-	LookupFailures uint64 `json:"lookup_failures"` // calls
-	LoadFailures   uint64 `json:"load_failures"`   // chunks
-	StoreFailures  uint64 `json:"store_failures"`  // chunks
-	Late           uint64 `json:"late"`            // failures by timeout
-	Missed         uint64 `json:"missed"`          // chunks that its lookup had found
-	CorruptLoads   uint64 `json:"corrupt_loads"`   // chunks
-	NoRoom         uint64 `json:"no_room"`         // chunks that it refused to store
+	LookupFailures uint64 // calls
+	LoadFailures   uint64 // chunks
+	StoreFailures  uint64 // chunks
+	Late           uint64 // failures by timeout
+	Missed         uint64 // chunks that its lookup had found
+	NoRoom         uint64 // chunks that it refused to store
 
-	LoadQueue  int `json:"load_queue"`  // chunks waiting or loading
-	StoreQueue int `json:"store_queue"` // chunks waiting to be stored
+	LoadQueue  int // chunks waiting or loading
+	StoreQueue int // chunks waiting to be stored
 	// Shed counts chunks that were not stored: the queue was full, or they were evicted first.
-	Shed       uint64 `json:"shed"`
-	AheadBytes int64  `json:"ahead_bytes"` // that lookups wait for
+	Shed uint64
 
 	// LookupSeconds is the estimate for one lookup, unless the tier is local.
-	LookupSeconds  float64 `json:"lookup_seconds"`
-	LatencySeconds float64 `json:"latency_seconds"` // estimate for one load
+	LookupSeconds  float64
+	LatencySeconds float64 // estimate for one load
 	// BytesPerSecond is the estimate for all concurrent loads together; 0: not known.
-	BytesPerSecond float64 `json:"bytes_per_second"`
+	BytesPerSecond float64
 }
 
 // Status lists the tiers, nearest first.
@@ -134,14 +126,11 @@ func (s *Stack) Status() []TierStatus {
 			Lookups: c.lookups.Load(), LookupPages: c.lookupPages.Load(),
 			HitPages: c.hitPages.Load(),
 			Loads:    c.loads.Load(), LoadBytes: c.loadBytes.Load(),
-			LoadSeconds: time.Duration(c.loadNanos.Load()).Seconds(),
-			Stores:      c.stores.Load(), StoreBytes: c.storeBytes.Load(),
-			StoreSeconds: time.Duration(c.storeNanos.Load()).Seconds(), Demoted: c.demoted.Load(),
+			Stores: c.stores.Load(), StoreBytes: c.storeBytes.Load(), Demoted: c.demoted.Load(),
 			LookupFailures: c.failures[OpLookup].Load(), LoadFailures: c.failures[OpLoad].Load(),
 			StoreFailures: c.failures[OpStore].Load(),
-			Late:          c.late.Load(), Missed: c.missed.Load(), CorruptLoads: c.corrupt.Load(),
-			NoRoom:    c.noRoom.Load(),
-			LoadQueue: queued[i], AheadBytes: t.ahead.Load(),
+			Late:          c.late.Load(), Missed: c.missed.Load(), NoRoom: c.noRoom.Load(),
+			LoadQueue:     queued[i],
 			LookupSeconds: c.lookupTime().Seconds(),
 		}
 		st.Breaker, st.Opened = t.breaker.state()

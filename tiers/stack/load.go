@@ -171,7 +171,7 @@ func (s *Stack) load(t *tier, batch []*load) {
 				t.estimate.first(took, bytes)
 			}
 			t.estimate.moved(bytes)
-			t.count.loaded(bytes, took)
+			t.count.loaded(bytes)
 			if s.cfg.Observe != nil {
 				s.cfg.Observe(t.index, OpLoad, bytes, took)
 			}
