@@ -12,14 +12,14 @@ import (
 //
 //  1. Memory that is not carved.
 //  2. Pieces of other geometries that hold nothing.
-//  3. Pieces that nobody has used for a while (agedAfter), if it would itself have to evict
+//  3. Pieces that have not been used for a while (agedAfter), if it would itself have to evict
 //     something newer.
 //  4. The coldest piece of a geometry that has more of the arena than it, and has no less
 //     afterwards. A geometry that has nothing takes any piece.
 //
 // So each gets as much as any other, if it wants it, and two that want all of the arena do not take
-// the same pieces from one another over and over. A geometry evicts its own chunks instead if
-// nobody has used them for a while.
+// the same pieces from one another over and over. A geometry evicts its own chunks instead if they
+// have not been used for a while.
 //
 // Nothing that is leased or being filled is ever taken. What a taken piece holds is dropped: moving
 // its chunks elsewhere would cost a copy of each, and a session that wants them stores them again.
@@ -88,7 +88,7 @@ func (a *area) free(r *region) {
 	}
 }
 
-// agedAfter is how long (ns) nobody must have used a piece before a geometry with as much of the
+// agedAfter is how long (ns) a piece must have been unused before a geometry with as much of the
 // arena may take it, to within a factor of two.
 const agedAfter = int64(5 * 60e9)
 

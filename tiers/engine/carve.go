@@ -212,7 +212,7 @@ type tableSpec struct {
 	routes, places    bool
 	sums              bool
 	indexWords        int // 0: no index
-	pieces            int // for how many regions to make a block, if one is to be made
+	pieces            int // for how many regions to make a block, if one must be made
 }
 
 func (t *tableSpec) bytes() int {

@@ -74,8 +74,8 @@ func (c *Config) validateTiers() error {
 	return nil
 }
 
-// CascadeItem is a chunk that is to be written to a tier. Its slot is neither evicted nor moved
-// until EndCascade, and these pages of it do not change.
+// CascadeItem is a chunk to write to a tier. Its slot is neither evicted nor moved until
+// EndCascade, and these pages of it do not change.
 type CascadeItem struct {
 	Handle uint64
 	Space  SpaceID
@@ -96,7 +96,7 @@ type route struct {
 	whole uint8 // that it is queued for
 	part  uint8 // that it is queued for as a partly filled chunk
 	busy  uint8 // that it is being written to
-	// Of a cold slot that nobody uses: its neighbours among the class's, by ref.
+	// Of a cold slot that is not in use: its neighbours among the class's, by ref.
 	next, prev uint32
 }
 
@@ -301,10 +301,9 @@ func (e *Engine) admitPromoted(ref uint32, from int) {
 	e.reuse(ref)
 }
 
-// NextCascades appends to out up to max chunks that are to be written to a tier next. Each is ended
-// by EndCascade. Digests are copied into buf, which is returned for its reuse; the items are valid
-// until its bytes change. Fewer than max: there are no more for now, and Config.Wake is called when
-// there are.
+// NextCascades appends to out up to max chunks to write to a tier next. EndCascade ends each.
+// Digests are copied into buf, which is returned for its reuse; the items are valid until its bytes
+// change. Fewer than max: there are no more for now, and Config.Wake is called when there are.
 func (e *Engine) NextCascades(tier, max int, buf []byte, out []CascadeItem) ([]CascadeItem,
 	[]byte) {
 	e.mu.Lock()
@@ -330,7 +329,8 @@ func (e *Engine) NextCascades(tier, max int, buf []byte, out []CascadeItem) ([]C
 	return out, buf
 }
 
-// pop takes the next slot that is to be written to a tier off its queue. 0: there is none now.
+// pop removes the next slot to write to a tier from its queue, and returns it. 0: there is none
+// now.
 func (e *Engine) pop(q *cascadeQueue, bit uint8) uint32 {
 	for q.whole.head < len(q.whole.entries) {
 		x := q.whole.entries[q.whole.head]

@@ -703,7 +703,7 @@ func (c *checker) queue(tier int, f *fifo, in func(*route, uint8) bool) (entries
 	return entries, nil
 }
 
-// coldest verifies the list of a class's cold slots that nobody uses.
+// coldest verifies the list of a class's cold slots that are not in use.
 func (c *checker) coldest(cl *class) error {
 	e := c.e
 	if cl.cold != c.cold[cl] {

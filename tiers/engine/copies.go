@@ -7,8 +7,7 @@ import "math"
 // copied into a slot of the arena (NextCopy, EndCopy), and is held from then on as if it had been
 // stored. A chunk that could not be copied is due again at its next load.
 
-// Copy is a chunk of a peer's that is to be copied into the arena. Until EndCopy its loan is not
-// returned.
+// Copy is a peer's chunk to copy into the arena. Until EndCopy its loan is not returned.
 type Copy struct {
 	Handle uint64
 	From   Extent // in a region as announced to our workers
@@ -88,9 +87,9 @@ func (e *Engine) countReads(slots []uint32, from, to int) {
 	}
 }
 
-// NextCopy returns the next chunk that is to be copied; EndCopy ends it. ok is false if there is
-// none for now: Config.Wake is called with WorkCopies when there is. NextCopy makes room as a
-// promotion does, and passes over chunks that find none. It may release the lock.
+// NextCopy returns the next chunk to copy; EndCopy ends it. ok is false if there is none for now:
+// Config.Wake is called with WorkCopies when there is. NextCopy makes room as a promotion does, and
+// passes over chunks that find none. It may release the lock.
 func (e *Engine) NextCopy() (c Copy, ok bool) {
 	e.mu.Lock()
 	defer e.unlock()

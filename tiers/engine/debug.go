@@ -13,8 +13,8 @@ import (
 // next:
 //
 //   - At the end of a call the engine checks itself (Check), if the arena is small. See selfCheck.
-//   - What a slot held is overwritten when the slot becomes free (poison), and nobody may have
-//     written there when the slot is granted again.
+//   - What a slot held is overwritten when the slot becomes free (poison), and must be
+//     unchanged when the slot is granted again.
 //   - A lease that ends twice panics with the stacks of both ends (noteEnd). The buffer that it had
 //     is overwritten.
 //

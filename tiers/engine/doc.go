@@ -6,8 +6,8 @@
 // A page is named by its digest in a space (see package tiers); the digest is cumulative, so it
 // names a whole prefix. A chunk is up to PagesPerChunk consecutive pages, a slot the room for one.
 // Regions are carved into slots piece by piece as stores need them, each piece for one geometry,
-// and carved again for another geometry when that wants more and has less, or when nobody has used
-// the piece for long (areas.go).
+// and carved again for another geometry when that wants more and has less, or when the piece has
+// not been used for long (areas.go).
 //
 // # States of a slot
 //
@@ -27,8 +27,8 @@
 //
 // # Unverified slots
 //
-// A slot may be restored (Restore) as Ready and unverified: nobody has checked yet that its bytes
-// are those of its pages. It is held, so stores offer nothing for it, and it is evicted like any
+// A slot may be restored (Restore) as Ready and unverified: that its bytes are those of its pages
+// has not been checked yet. It is held, so stores offer nothing for it, and it is evicted like any
 // other. But its bytes are not read: for lookups, pins and promotions what is held ends there,
 // unless a verified slot has the page as well. A check (NextVerify … EndVerify) makes it an
 // ordinary slot, or drops it. Only cascades and moves lease unverified slots, and learn that they
@@ -73,11 +73,11 @@
 // # Foreign slots
 //
 // A foreign slot (Config.ForeignSlots) stands for what a peer lends. PreparePromotion grants it,
-// and FinishBorrow says where its pages lie and how many they are. From then on lookups, joins and
+// and FinishBorrow sets where its pages lie and how many they are. From then on lookups, joins and
 // loads treat it as any other. But it is not one of the arena's: it has limits and an order of
 // eviction of its own, is no chunk's parent, and goes to no tier. Stores, pins, loans, Contains and
 // followers do not see it. If the arena has the chunk as well, that is read. Its loan is returned
-// (TakeReturns) when it becomes Free: because room is wanted, because nobody has used it for a
+// (TakeReturns) when it becomes Free: because room is wanted, because it has not been used for a
 // while (SweepForeign), because its bytes were found bad, or because its peer has gone (DropPeer).
 //
 // A chunk that is loaded often from a peer is copied (Config.CopyAfter). NextCopy makes room as for

@@ -115,7 +115,7 @@ func (e *Engine) take(r *region, s *space, chunk, pages int) uint32 {
 }
 
 // workSteps is how much a policy does at a time, and after the leases of how many chunks have ended
-// or begun to be stored: a lookup's answer does not wait for it.
+// or begun to be stored. A lookup does not wait for it.
 const workSteps = 32
 
 // work counts chunks after which the policy may do what it has put off.

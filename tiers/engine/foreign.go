@@ -26,7 +26,7 @@ type Loan struct {
 	Handle uint64 // by which it is returned, not 0
 }
 
-// Return is a loan that is to be given back: nobody reads it any more.
+// Return is a loan to return to its peer: it is not read any more.
 type Return struct {
 	Handle uint64
 	Bad    bool // its bytes did not check out
@@ -43,7 +43,7 @@ type lent struct {
 	loans   map[uint32]int     // by announced region
 	returns []Return
 	swept   [2]uint64 // ticks of the last sweeps, the older one first
-	due     []dueCopy // chunks that are to be copied into the arena
+	due     []dueCopy // chunks to copy into the arena
 	reads   readCounts
 }
 
@@ -184,7 +184,7 @@ func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool 
 		e.linkAfter(first, rec)
 	}
 	s.pages = uint16(pages)
-	if first != 0 && pages < r.ppc { // one that nobody uses adds nothing
+	if first != 0 && pages < r.ppc { // one that is not in use adds nothing
 		if other, _ := e.slotOf(first); r.slots[other&recordMask].idle() {
 			e.leave(other, false)
 			e.release(other)
@@ -203,8 +203,8 @@ func (e *Engine) retractLent(r *region, ref uint32) {
 	s.pages = 0
 }
 
-// grantForeign takes a foreign slot for a chunk that is to be borrowed. 0: there is none, or the
-// owner has its share.
+// grantForeign takes a foreign slot for a chunk to borrow. 0: there is none, or the owner has its
+// share.
 func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
 	s := ow.space.shadow
 	if s == nil || ow.foreign.n >= s.class.limit {
@@ -218,10 +218,10 @@ func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
 }
 
 // FinishBorrow ends the borrowing of a chunk that PreparePromotion granted as foreign: from now on
-// its pages are read where l says. With fewer l.Pages than were granted, the rest is not there. The
-// engine keeps the loan until TakeReturns gives it back, unless FinishBorrow fails. A foreign grant
-// is ended by FinishBorrow or by FinishPromotion(p, false, -1). ErrStale: it has ended before;
-// ErrInvalid, with nothing changed: it is not foreign, or l is no loan.
+// its pages are read at the place in l. With fewer l.Pages than were granted, the rest is not
+// there. The engine keeps the loan until TakeReturns returns it, unless FinishBorrow fails. A
+// foreign grant is ended by FinishBorrow or by FinishPromotion(p, false, -1). ErrStale: it has
+// ended before; ErrInvalid, with nothing changed: it is not foreign, or l is no loan.
 func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -328,7 +328,7 @@ func (e *Engine) foundBad(r *region, ref uint32) {
 }
 
 // DropPeer drops all that is leased from a peer, or from all peers with 0. None of it can be found
-// when DropPeer returns, and each loan is returned when nobody uses it. Refusing what is still
+// when DropPeer returns, and each loan is returned when its last lease ends. Refusing what is still
 // being borrowed is up to the caller. It releases the lock between slices of its work.
 func (e *Engine) DropPeer(peer uint64) {
 	e.mu.Lock()
@@ -341,8 +341,8 @@ func (e *Engine) DropPeer(peer uint64) {
 	})
 }
 
-// SweepForeign drops what is leased from peers and nobody has used since the last sweep but one. It
-// releases the lock between slices of its work.
+// SweepForeign drops what is leased from peers and has not been used since the last sweep but one.
+// It releases the lock between slices of its work.
 func (e *Engine) SweepForeign() {
 	e.mu.Lock()
 	defer e.unlock()
@@ -386,7 +386,7 @@ func (e *Engine) eachForeign(f func(r *region, ref uint32, s *slot)) {
 	}
 }
 
-// TakeReturns appends to out the loans that nobody uses any more. Config.Wake is called with
+// TakeReturns appends to out the loans that are not in use any more. Config.Wake is called with
 // WorkReturns when there are some.
 func (e *Engine) TakeReturns(out []Return) []Return {
 	e.mu.Lock()

@@ -32,8 +32,8 @@ func (k leaseKind) String() string {
 
 // lease is what one lookup, load, loan, pin or unfinished store holds, or one errand: a run of
 // chunks of one prefix, or for a store the slots that it was granted. What leases of all kinds have
-// comes first, then a body for each kind. Leases are reused: the generation in a handle says which
-// use of one it means.
+// comes first, then a body for each kind. Leases are reused: the generation in a handle is that of
+// one use.
 type lease struct {
 	kind     leaseKind
 	index    uint32 // in leaseBook.all

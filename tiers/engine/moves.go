@@ -6,8 +6,8 @@ import (
 	"lookaside/tiers"
 )
 
-// Move is a chunk that is to be copied from one slot to another. Until EndMove its bytes do not
-// change, and lookups find and loads read it where it was.
+// Move is a chunk to copy from one slot to another. Until EndMove its bytes do not change, and
+// lookups find and loads read it where it was.
 type Move struct {
 	Handle uint64
 	Space  SpaceID
@@ -23,16 +23,16 @@ type Move struct {
 type MoveEnd uint8
 
 const (
-	// the bytes are in the new slot, as durable as they are to be, and checked
+	// the bytes are in the new slot, as durable as required, and checked
 	MoveDone   MoveEnd = iota
 	MoveFailed         // they are not; the chunk stays where it was
 	MoveBad            // they are bad where they were: the chunk is dropped
 )
 
-// NextMoves appends to out up to max chunks of a drained region that are to be copied to slots of
-// other regions. Each is ended by EndMove. It looks at a few hundred slots from number from on, and
-// returns where to go on; -1: at the end. Digests are copied into buf, which is returned for its
-// reuse; the moves are valid until its bytes change.
+// NextMoves appends to out up to max chunks of a drained region to copy to slots of other regions.
+// EndMove ends each. It looks at a few hundred slots from number from on, and returns where to go
+// on; -1: at the end. Digests are copied into buf, which is returned for its reuse; the moves are
+// valid until its bytes change.
 //
 // Slots in use are left for another time. If leased is set, only slots that are being filled or
 // extended are skipped. Leased slots are moved too; their leases stay with the old slot, which
@@ -124,10 +124,10 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 }
 
 // EndMove ends a move, and reports whether the chunk is found in its new slot from now on. If so,
-// the old slot becomes free when nobody leases it any more. If not, the new slot is free again: the
-// move failed, or the chunk was dropped, replaced by a longer version, or is being cleared. A
-// handle that has ended changes nothing. For a chunk with many continuations EndMove releases the
-// lock between slices.
+// the old slot becomes free when its last lease ends. If not, the new slot is free again: the move
+// failed, or the chunk was dropped, replaced by a longer version, or is being cleared. A handle
+// that has ended changes nothing. For a chunk with many continuations EndMove releases the lock
+// between slices.
 func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	e.mu.Lock()
 	defer e.unlock()

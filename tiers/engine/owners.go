@@ -65,7 +65,7 @@ func (e *Engine) addOwner(o Owner, s *space, own bool) error {
 	return nil
 }
 
-// SetTakers says that n loads, of the ranks that hold the same pages, take over each lookup of an
+// SetTakers sets how many loads, of the ranks that hold the same pages, take over each lookup of an
 // owner. The owner must have been added just now.
 func (e *Engine) SetTakers(o Owner, n int) error {
 	e.mu.Lock()

@@ -3,9 +3,9 @@ package engine
 // Patrol finds out, while the arena is in use, that bytes in it have changed. Its driver reads the
 // chunks that are held, again and again, and compares their checksums. With Config.Sums the engine
 // keeps one checksum a chunk. The first to read the chunk makes it (NextUnsummed, NoteSum), some
-// time after the commit: nobody has to wait for it, but what changes before that is not found.
-// Nothing is leased: a chunk may leave at any moment. Then what was read of it says nothing, and
-// its handle changes nothing.
+// time after the commit: nothing waits for it, but what changes before that is not found. Nothing
+// is leased: a chunk may leave at any moment. Then what was read of it is void, and its handle
+// changes nothing.
 
 // chunkSum is the checksum of a slot's first pages, as they were under one generation.
 type chunkSum struct {

@@ -23,8 +23,7 @@ type PromotedChunk struct {
 	Pages     int // from its first page on
 	Region    uint32
 	Offset    uint64 // bytes, of its first page
-	// it is, or is to be, leased from a peer; Region and Offset are those of the loan, if it is
-	// ready
+	// it is leased from a peer, or will be; Region and Offset are those of the loan, if it is ready
 	Foreign bool
 }
 
@@ -69,7 +68,7 @@ type PromotionRun struct {
 	Hashes    []byte // digests of the run's pages, end to end
 	// Have is how many pages of each chunk of the run, from its first, a tier has.
 	Have []uint16
-	// Lent names the chunks that a peer has and not a tier. They are to be borrowed (FinishBorrow).
+	// Lent names the chunks that a peer has and not a tier. They must be borrowed (FinishBorrow).
 	// Nil: none are.
 	Lent []bool
 }
@@ -91,17 +90,17 @@ func (run *PromotionRun) validate(ow *owner, w *walk) error {
 	return nil
 }
 
-// lent reports whether chunk i of the run is to be borrowed from a peer.
+// lent reports whether chunk i of the run must be borrowed from a peer.
 func (run *PromotionRun) lent(i int) bool { return run.Lent != nil && run.Lent[i] }
 
 // PreparePromotion lets a lookup of owner o go on with chunks that a tier or a peer has. A lookup
 // that hit nothing is made here.
 //
 // All slots are reserved at once, and nothing is waited for. The end of the run is cut off from the
-// first chunk on that nobody has, or that finds no room: in the owner's share, in the part of the
-// slots that may be promoted into, or because nothing can be evicted. The chunks that are left are
-// appended to out and leased by the lookup. A chunk of which a peer lent something already is
-// borrowed, whatever run.Lent says.
+// first chunk that neither a tier nor a peer has, or that finds no room: in the owner's share, in
+// the part of the slots that may be promoted into, or because nothing can be evicted. The chunks
+// that are left are appended to out and leased by the lookup. A chunk of which a peer lent
+// something already is borrowed, whatever run.Lent has.
 //
 // The lookup then waits, without a deadline, until SettleLookup. Trim, Cancel and RemoveOwner may
 // free its leases before that. ErrStale: the lookup ends somewhere else; ErrBusy: the owner has too
@@ -240,7 +239,7 @@ func (p *promoter) reserve(out []PromotedChunk) (_ []PromotedChunk, slots []uint
 }
 
 // pinHeld leases the chunks of the run that are held whole, before any room is made: room for one
-// chunk must not cost another. It returns how many slots nobody else had leased.
+// chunk must not cost another. It returns how many slots had no other lease.
 func (p *promoter) pinHeld() (pinned int) {
 	e, w := p.e, &p.w
 	shadow := p.ow.shadow()
@@ -263,8 +262,8 @@ func (p *promoter) pinHeld() (pinned int) {
 }
 
 // lease leases chunk i of the run for the lookup, and fills in c. It returns the slot. 0: the
-// lookup has as much of it, nobody has it, or there is no room; idle reports whether the owner may
-// lease one more slot that is held and that nobody else leases.
+// lookup has as much of it, neither a tier nor a peer has it, or there is no room. idle reports
+// whether the owner may lease one more slot that is held and has no other lease.
 func (p *promoter) lease(i int, idle bool, c *PromotedChunk) uint32 {
 	e, ref := p.e, p.refs[i]
 	if ref == 0 {
@@ -470,7 +469,7 @@ func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	e.idx.migrate(migrateStep)
 	e.tick++
-	e.land(ref)
+	e.endFlight(ref)
 	r, s := e.slot(ref)
 	r.class.promoting--
 	s.flags &^= pending
@@ -537,9 +536,9 @@ func (e *Engine) appear(r *region, ref uint32, pages int, first uint32) bool {
 	return true
 }
 
-// land takes a slot that is being promoted into out of the table of what is on its way. It must not
-// have been taken out before.
-func (e *Engine) land(ref uint32) {
+// endFlight removes a slot that is being promoted into from the table of chunks on their way. It
+// must be there.
+func (e *Engine) endFlight(ref uint32) {
 	e.flights.remove(e.flight(ref), ref)
 }
 
@@ -617,12 +616,12 @@ func (e *Engine) endWait(x *lease, ppc int) {
 }
 
 // Room is what PreparePromotion could reserve or lease now, in chunks. It is an estimate: a slot
-// that nobody uses may still not be evictable.
+// that is not in use may still not be evictable.
 type Room struct {
 	// of the part of the slots that may be promoted into at a time: it frees itself as promotions
 	// end
 	Budget int
-	// of the owner's share, and of the slots that nobody uses: it frees itself as leases end
+	// of the owner's share, and of the slots that are not in use: it frees itself as leases end
 	Share int
 	Most  int // with all of both: what wants more may as well not wait for it
 }

@@ -9,8 +9,8 @@ import (
 )
 
 // Regions: the memory of the arena by number, and the classes of regions that are carved alike.
-// areas.go says how geometries share memory, carve.go how a region gets its slots, drain.go how it
-// is emptied, evict.go who hands out its slots.
+// areas.go has how geometries share memory, carve.go how a region gets its slots, drain.go how it
+// is emptied, evict.go which slot is granted next.
 
 // arena is the regions, and who has them. It is embedded in the Engine, as nearly every method
 // looks at a slot.
@@ -87,7 +87,7 @@ type class struct {
 
 	uncarved            int         // slots that the regions which are not carved yet would have
 	cold                int         // slots that are
-	coldFirst, coldLast uint32      // those of them that nobody uses, which are evicted next
+	coldFirst, coldLast uint32      // those of them not in use, which are evicted next
 	turn                int         // the region that the last store went to, counted on
 	open                *region     // where a slot was free last, nil: nowhere yet
 	block               *tableBlock // for the tables of the next piece, if they fit; nil: none yet
@@ -123,7 +123,7 @@ func (e *Engine) AddRegion(id uint32, size int64) error {
 }
 
 // AddCarvedRegion gives the engine a region that is carved for a geometry from the start. Its slots
-// lie where the caller says, and offsets that the engine returns count from the region's beginning.
+// lie where at has them, and offsets that the engine returns count from the region's beginning.
 // ErrBusy: there is no room for another region, or one is being carved.
 func (e *Engine) AddCarvedRegion(id uint32, g tiers.Geometry, slots int, at Placement) error {
 	if err := g.Validate(e.cfg.MinPageBytes); err != nil {

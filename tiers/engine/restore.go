@@ -24,7 +24,7 @@ type Restored struct {
 	Hashes []byte // digests of the pages, end to end
 	Order  uint64 // by which the slots of all regions were committed, smaller ones first
 
-	Unverified bool // its bytes are to be checked before anybody reads them: see NextVerify
+	Unverified bool // its bytes must be checked before they are read: see NextVerify
 }
 
 // fits reports whether an engine can have had x in a region and a space. It is false if an earlier
@@ -107,11 +107,11 @@ func (p *pile[T]) close() {
 	*p = pile[T]{}
 }
 
-// Restore names slots that are to be ready again, in carved regions to which nothing was ever
-// stored. It takes effect with EndRestore. It may be called any number of times for any region,
-// also concurrently for different ones. It keeps nothing that entries point to. ErrInvalid, with
-// nothing of the call in effect: an entry that no engine can have had, or a slot that an earlier
-// call named.
+// Restore names slots that become ready again, in carved regions to which nothing was ever stored.
+// It takes effect with EndRestore. It may be called any number of times for any region, also
+// concurrently for different ones. It keeps nothing that entries point to. ErrInvalid, with nothing
+// of the call in effect: an entry that no engine can have had, or a slot that an earlier call
+// named.
 func (e *Engine) Restore(region uint32, entries []Restored) error {
 	e.restores.RLock()
 	defer e.restores.RUnlock()
@@ -119,8 +119,8 @@ func (e *Engine) Restore(region uint32, entries []Restored) error {
 	if err != nil {
 		return err
 	}
-	// Most of the time goes into the digests' memory, which is touched for the first time here.
-	// Nobody else looks at it yet.
+	// Most of the time goes into the digests' memory, which is touched for the first time here. It
+	// is not shared yet.
 	r := of.r
 	for i := range entries {
 		x, s := &entries[i], &block[i]

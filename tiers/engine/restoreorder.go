@@ -196,7 +196,7 @@ func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 	return waiting
 }
 
-// idleOf returns which of some slots that have just become ready are to be settled: those without a
+// idleOf returns which of some slots that have just become ready must be settled: those without a
 // continuation, or not whole.
 func (e *Engine) idleOf(todo []restoring) []int {
 	const piece = 1 << 14

@@ -20,7 +20,7 @@ const (
 type flags uint8
 
 const (
-	// ready or filling, out of the index for good; freed when nobody uses it
+	// ready or filling, out of the index for good; freed when its last lease ends
 	doomed flags = 1 << iota
 	// the bytes of the slot are pending. Filling, it is promoting; ready, it is unverified: see the
 	// methods of these names
@@ -124,11 +124,11 @@ func (s *slot) doomed() bool { return s.flags&doomed != 0 }
 // a slot. It stays until FinishPromotion, even if all lookups have left it.
 func (s *slot) promoting() bool { return s.state == filling && s.flags&pending != 0 }
 
-// unverified reports whether the slot was restored and nobody may read it before its bytes have
-// been checked.
+// unverified reports whether the slot was restored and may not be read before its bytes have been
+// checked.
 func (s *slot) unverified() bool { return s.state == ready && s.flags&pending != 0 }
 
-// idle reports whether nobody leases or extends the slot.
+// idle reports whether the slot is neither leased nor being extended.
 func (s *slot) idle() bool { return s.pins == 0 && (s.state != ready || s.granted == 0) }
 
 // touch records a use of a ready slot.
@@ -147,8 +147,8 @@ func (e *Engine) touch(ref uint32) {
 	}
 }
 
-// offer lets a slot be evicted from now on. It must be ready, without a continuation, and nobody
-// may use it.
+// offer lets a slot be evicted from now on. It must be ready, without a continuation, and not in
+// use.
 func (e *Engine) offer(ref uint32) {
 	r, s := e.slot(ref)
 	switch {
@@ -225,7 +225,7 @@ func (e *Engine) unpin(ref uint32) {
 	}
 }
 
-// settle puts a ready slot that nobody uses any more where it belongs. If it is out of the index,
+// settle puts a ready slot that is not in use any more where it belongs. If it is out of the index,
 // or adds nothing to it, it becomes free; if it has no continuation, it becomes evictable.
 func (e *Engine) settle(ref uint32) {
 	r, s := e.slot(ref)
@@ -289,7 +289,7 @@ func (e *Engine) doom(ref uint32) {
 	}
 	if s.state == filling {
 		if s.promoting() {
-			e.land(ref)
+			e.endFlight(ref)
 		}
 		s.flags |= doomed
 		return

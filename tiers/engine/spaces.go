@@ -31,7 +31,7 @@ type space struct {
 	// what peers lent of it, with a salt and a class of its own, and the same id; nil: nothing can
 	// be
 	shadow *space
-	// recovered: only RecoverSpace opened it, so nobody has said its PageTokens.
+	// recovered: only RecoverSpace opened it, so its PageTokens are unknown.
 	recovered bool
 	// the tick when an owner last came or went; of one that is recovered, when the newest of its
 	// chunks was restored
@@ -62,9 +62,9 @@ func (e *Engine) OpenSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, err
 	return SpaceID(s.id), nil
 }
 
-// RecoverSpace returns the space of a fingerprint whose chunks are to be restored, and makes it if
-// it is new. Its PageTokens are unknown until OpenSpace names them. Errors are those of OpenSpace,
-// but no room is made.
+// RecoverSpace returns the space of a fingerprint whose chunks will be restored, and makes it if it
+// is new. Its PageTokens are unknown until OpenSpace names them. Errors are those of OpenSpace, but
+// no room is made.
 func (e *Engine) RecoverSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, error) {
 	g.PageTokens = 1
 	if err := g.Validate(e.cfg.MinPageBytes); err != nil {
@@ -108,8 +108,8 @@ func (e *Engine) closeRecovered() bool {
 	return true
 }
 
-// oldestRecovered returns a space that only RecoverSpace opened and that nobody uses: an empty one,
-// or else the one that was used longest ago. It is nil if there is none.
+// oldestRecovered returns a space that only RecoverSpace opened and that is not in use: an empty
+// one, or else the one that was used longest ago. It is nil if there is none.
 func (e *Engine) oldestRecovered() (old *space) {
 	if len(e.staging.regions) > 0 {
 		return nil
@@ -209,7 +209,7 @@ func (e *Engine) CloseSpace(id SpaceID) error {
 	return nil
 }
 
-// inUse returns how many slots hold something of the space, are being filled for it, or are to be
+// inUse returns how many slots hold something of the space, are being filled for it, or will be
 // restored.
 func (s *space) inUse() int {
 	if s.shadow != nil {

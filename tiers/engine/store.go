@@ -19,7 +19,7 @@ type StoreResult struct {
 // is the digest of the page before, empty if there is none. Granted pages stay invisible until
 // CommitStore.
 //
-// A partly filled last chunk is extended in place if nobody else extends it. Otherwise, or with
+// A partly filled last chunk is extended in place unless another store extends it. Then and with
 // Config.NoExtend, the grant is the whole chunk from its first page on. ErrBusy: the owner has too
 // many stores.
 func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte,
@@ -175,7 +175,7 @@ func (p *storer) extend(i int) bool {
 	return true
 }
 
-// add notes that pages [from, to) of a slot, whose first page is start, are to be written.
+// add notes that pages [from, to) of a slot, whose first page is start, must be written.
 func (p *storer) add(ref uint32, start, from, to int) {
 	r, _ := p.e.slot(ref)
 	p.e.write(ref, &p.w, start, from, to)
@@ -286,8 +286,8 @@ func (e *Engine) holds(s *space, rec uint32, page int, d []byte) bool {
 	return sl.state == ready && pos < int(sl.pages) && e.at(rec, page) && e.same(s, rec, d)
 }
 
-// grant takes a slot for a chunk that is to be filled, as a continuation of parent if that is held.
-// It returns 0 if there is no room, or if the owner has its share.
+// grant takes a slot for a chunk to fill, as a continuation of parent if that is held. It returns 0
+// if there is no room, or if the owner has its share.
 func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 	if c := ow.space.class; ow.slots.n >= c.limit || c.busy >= c.most {
 		return 0
@@ -431,7 +431,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	e.settle(ref)
 }
 
-// publish makes a slot ready that was filled with pages of which nobody holds the last. before is
+// publish makes a slot ready that was filled with pages of which the last is not held. before is
 // the digest of the page before, if it is known; it does not matter if the slot has a parent. It
 // returns false, with the slot free again, if one of the pages is held as another page of its
 // prefix.

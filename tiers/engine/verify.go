@@ -1,6 +1,6 @@
 package engine
 
-// Verification is a restored chunk whose bytes are to be checked before anybody reads them.
+// Verification is a restored chunk whose bytes must be checked before they are read.
 type Verification struct {
 	Handle uint64 // for EndVerify: names slot and generation
 	Space  SpaceID

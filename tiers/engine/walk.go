@@ -149,7 +149,7 @@ func (e *Engine) lastHeld(s *space, w *walk, i int) (record uint32, page int) {
 
 // lastPage is bisect, for readable pages or for held ones.
 func (e *Engine) lastPage(s *space, w *walk, i int, readable bool) (record uint32, page int) {
-	lo, hi := w.start(i), w.last(i) // the answer is below hi, and at or above lo if there is one
+	lo, hi := w.start(i), w.last(i) // the result is below hi, and at or above lo if there is one
 	for lo < hi {
 		mid := int(uint(lo+hi) / 2)
 		rec := e.find(s, w.hash(mid))
