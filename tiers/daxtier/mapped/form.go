@@ -4,10 +4,9 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"slices"
 
-	"github.com/zeebo/xxh3"
+	"lookaside/internal/frame"
 )
 
 // The form of a partition:
@@ -22,9 +21,6 @@ import (
 // described is zero.
 
 const (
-	magic   = "LookPool"
-	version = 1
-
 	// blockBytes is the size of a header; pieces are multiples of it.
 	blockBytes = 4096
 	// headBytes is the room of both headers.
@@ -33,7 +29,6 @@ const (
 	entriesAt  = 64
 	entryBytes = 48
 	maxName    = 24
-	sumAt      = blockBytes - 8
 	// MaxFiles is the most files in a partition.
 	MaxFiles = 64
 )
@@ -47,6 +42,9 @@ var (
 	errBlank   = errors.New("blank")
 	errCorrupt = errors.New("no intact header")
 )
+
+var headerForm = frame.Form{Magic: "LookPool", Version: 1, Foreign: ErrForeign, Other: ErrVersion,
+	Corrupt: errCorrupt}
 
 // header is a decoded header.
 type header struct {
@@ -82,9 +80,8 @@ func (h *header) slot() int64 { return int64(h.epoch%2) * blockBytes }
 
 func (h *header) encode() []byte {
 	b := make([]byte, blockBytes)
-	copy(b, magic)
+	headerForm.Begin(b)
 	le := binary.LittleEndian
-	le.PutUint32(b[8:], version)
 	le.PutUint32(b[12:], h.pid)
 	copy(b[16:], h.identity[:])
 	le.PutUint64(b[32:], uint64(h.offset))
@@ -98,7 +95,7 @@ func (h *header) encode() []byte {
 		le.PutUint64(at[32:], uint64(e.capacity))
 		le.PutUint64(at[40:], uint64(e.size))
 	}
-	le.PutUint64(b[sumAt:], xxh3.Hash(b[:sumAt]))
+	headerForm.Seal(b)
 	return b
 }
 
@@ -133,22 +130,10 @@ func decodeHeader(b []byte, offset int64) (*header, error) {
 }
 
 func decodeCopy(b []byte) (*header, error) {
-	if string(b[:8]) != magic {
-		return nil, ErrForeign
+	if err := headerForm.Check(b); err != nil {
+		return nil, err
 	}
 	le := binary.LittleEndian
-	if v := le.Uint32(b[8:]); v != version {
-		// With our version the checksum is right: a bit of the version has flipped.
-		ours := bytes.Clone(b[:sumAt])
-		le.PutUint32(ours[8:], version)
-		if xxh3.Hash(ours) == le.Uint64(b[sumAt:]) {
-			return nil, errCorrupt
-		}
-		return nil, fmt.Errorf("%w: version %d, this is for %d", ErrVersion, v, version)
-	}
-	if xxh3.Hash(b[:sumAt]) != le.Uint64(b[sumAt:]) {
-		return nil, errCorrupt
-	}
 	const most = 1 << 60
 	h := &header{pid: le.Uint32(b[12:]), identity: [16]byte(b[16:]), epoch: le.Uint64(b[48:])}
 	offset, size, n := le.Uint64(b[32:]), le.Uint64(b[40:]), le.Uint32(b[56:])

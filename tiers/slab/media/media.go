@@ -31,10 +31,10 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 
 	"github.com/zeebo/xxh3"
 
+	"lookaside/internal/frame"
 	"lookaside/tiers"
 )
 
@@ -52,9 +52,6 @@ const (
 	// so it lies in one sector.
 	entryAlign = 64
 
-	magic       = "LookSlab"
-	headerSum   = BlockBytes - 8 // where a header's checksum is
-	headerSeed  = 0x4C6F6F6B61736964
 	maxPages    = 4096    // a slot
 	maxSlots    = 1 << 26 // limit of the pages of all slots of a slab
 	maxFirst    = 1 << 30
@@ -73,6 +70,9 @@ var (
 	// the geometry does not fit into the slab
 	ErrLayout = errors.New("no such layout")
 )
+
+var headerForm = frame.Form{Magic: "LookSlab", Version: Version, Seed: 0x4C6F6F6B61736964,
+	Foreign: ErrCorrupt, Other: ErrVersion, Corrupt: ErrCorrupt}
 
 // Layout says where things lie in a slab carved for a geometry.
 type Layout struct {
@@ -162,9 +162,8 @@ func HeaderOffset(epoch uint64) int64 { return int64(epoch%2) * BlockBytes }
 func (h *Header) Encode(block []byte) {
 	b := block[:BlockBytes]
 	clear(b)
-	copy(b, magic)
+	headerForm.Begin(b)
 	le := binary.LittleEndian
-	le.PutUint32(b[8:], Version)
 	le.PutUint32(b[12:], h.Index)
 	copy(b[16:], h.Store[:])
 	le.PutUint64(b[32:], uint64(h.Bytes))
@@ -179,7 +178,7 @@ func (h *Header) Encode(block []byte) {
 	le.PutUint64(b[88:], uint64(l.EntryBytes))
 	le.PutUint64(b[96:], uint64(l.DataOffset))
 	le.PutUint64(b[104:], uint64(l.StrideBytes))
-	le.PutUint64(b[headerSum:], xxh3.HashSeed(b[:headerSum], headerSeed))
+	headerForm.Seal(b)
 }
 
 // DecodeHeader decodes a slab's first 2 × BlockBytes. It returns ErrBlank, ErrCorrupt or
@@ -219,22 +218,13 @@ func DecodeHeader(b []byte) (Header, error) {
 }
 
 func decodeHeader(b []byte) (Header, error) {
-	if len(b) < BlockBytes || string(b[:8]) != magic {
+	if len(b) < BlockBytes {
 		return Header{}, ErrCorrupt
+	}
+	if err := headerForm.Check(b[:BlockBytes]); err != nil {
+		return Header{}, err
 	}
 	le := binary.LittleEndian
-	if v := le.Uint32(b[8:]); v != Version {
-		// With our version the checksum is right: a bit of the version has flipped.
-		ours := slices.Clone(b[:headerSum])
-		le.PutUint32(ours[8:], Version)
-		if xxh3.HashSeed(ours, headerSeed) == le.Uint64(b[headerSum:]) {
-			return Header{}, ErrCorrupt
-		}
-		return Header{}, fmt.Errorf("%w: version %d, this is for %d", ErrVersion, v, Version)
-	}
-	if xxh3.HashSeed(b[:headerSum], headerSeed) != le.Uint64(b[headerSum:]) {
-		return Header{}, ErrCorrupt
-	}
 	h := Header{
 		Index: le.Uint32(b[12:]), Store: [16]byte(b[16:32]), Format: le.Uint64(b[40:]),
 		Epoch: le.Uint64(b[48:]), Stable: le.Uint64(b[56:]),

@@ -2,7 +2,6 @@ package media
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"math/rand/v2"
 	"testing"
@@ -242,12 +241,11 @@ func FuzzHeader(f *testing.F) {
 	h := testHeader(f, 16, 32, 4096, 1<<24)
 	f.Add(encode(h), false)
 	f.Add(encode(Header{Bytes: 1 << 20, Epoch: 3}), true)
-	f.Add([]byte(magic), false)
+	f.Add([]byte(headerForm.Magic), false)
 	f.Fuzz(func(t *testing.T, b []byte, seal bool) {
 		if seal && len(b) >= BlockBytes { // let more than noise through
-			copy(b, magic)
-			binary.LittleEndian.PutUint32(b[8:], Version)
-			sealBlock(b)
+			headerForm.Begin(b)
+			headerForm.Seal(b[:BlockBytes])
 		}
 		h, err := DecodeHeader(b)
 		if err != nil {
