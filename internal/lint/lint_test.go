@@ -35,7 +35,7 @@ var layers = [][]string{
 		"tiers/vfs",        // file operations
 		"sidecar/vllm",     // vLLM's hashes
 		"internal/lmcache", // the converter of configurations imports nothing of ours
-		"internal/frame", "internal/freeport", "internal/invariants", "internal/leak", "internal/lint",
+		"internal/fakedax", "internal/frame", "internal/freeport", "internal/invariants", "internal/leak", "internal/lint",
 		"internal/bench", "internal/bench/zmqecho",
 	},
 	{

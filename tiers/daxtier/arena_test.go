@@ -1,41 +1,14 @@
 package daxtier
 
 import (
-	"errors"
-	"os"
-	"path/filepath"
-	"runtime"
 	"testing"
 
-	"golang.org/x/sys/unix"
-
+	"lookaside/internal/fakedax"
 	"lookaside/tiers"
 	"lookaside/tiers/slab/media"
 	"lookaside/tiers/tiertest"
 	"lookaside/tiers/vfs"
 )
-
-// fakeDevice is /dev/zero, with a made-up sysfs that says that it is a DAX device of 2 MiB pages:
-// mapped, it is memory that lasts as long as the mapping.
-func fakeDevice(t *testing.T) Options {
-	t.Helper()
-	if runtime.GOARCH != "amd64" {
-		t.Skip("SKIPPED: DAX devices are for amd64")
-	}
-	sysFS := t.TempDir()
-	device, bus := filepath.Join(sysFS, "devices", "dax0.0"), filepath.Join(sysFS, "bus", "dax")
-	noError(t, errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755),
-		os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
-		os.Symlink(device, filepath.Join(sysFS, "dev", "char", "1:5")),
-		os.Symlink(bus, filepath.Join(device, "subsystem")),
-		os.WriteFile(filepath.Join(device, "size"), []byte("16777216\n"), 0o644),
-		os.WriteFile(filepath.Join(device, "align"), []byte("2097152\n"), 0o644)))
-	path := filepath.Join(t.TempDir(), "dax0.0")
-	if err := unix.Mknod(path, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 5))); err != nil {
-		t.Skipf("SKIPPED: mknod: %v", err)
-	}
-	return Options{Devices: []DeviceSpec{{Path: path}}, SysFS: sysFS}
-}
 
 // What was committed is found again when the arena is opened anew, also partly filled chunks, and
 // is only believed once it was checked.
@@ -94,7 +67,8 @@ func TestArenaReopened(t *testing.T) {
 // On a device everything is aligned to its pages, and what is kept lasts by writing caches back.
 func TestArenaOnDevice(t *testing.T) {
 	t.Parallel()
-	o := arenaOptions(fakeDevice(t))
+	device, sysFS := fakedax.New(t)
+	o := arenaOptions(Options{Devices: []DeviceSpec{{Path: device}}, SysFS: sysFS})
 	o.SlabBytes = 3 << 20
 	r := openRig(t, o)
 	space := testSpace()

@@ -1,6 +1,7 @@
 package daxtier
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"math/rand/v2"
@@ -88,30 +89,10 @@ func TestArenaDamaged(t *testing.T) {
 		path := o.Devices[0].Path
 		good, err := os.ReadFile(path)
 		noError(t, err)
-		for round := range 10 {
-			b := append([]byte(nil), good...)
-			const page = 4096
-			at := func() int { return rnd.IntN(len(b)/page) * page }
-			what := [...]string{"bits flipped", "pages swapped", "pages misdirected",
-				"directories garbled", "cut short"}[round%5]
-			for range 1 + rnd.IntN(200) {
-				x, y := at(), at()
-				switch round % 5 {
-				case 0:
-					b[rnd.IntN(len(b))] ^= 1 << rnd.IntN(8)
-				case 1:
-					for i := range page {
-						b[x+i], b[y+i] = b[y+i], b[x+i]
-					}
-				case 2:
-					copy(b[x:x+page], b[y:y+page])
-				case 3:
-					b[rnd.IntN(64<<10)] = byte(rnd.Uint32())
-				}
-			}
+		for round := range 2 * damages {
+			what, b := damage(rnd, round, bytes.Clone(good))
 			oo := o
 			if what == "cut short" {
-				b = b[:max(at(), 512<<10)]
 				oo.Options = files(filepath.Dir(path), 1, 0)
 				oo.SlabBytes = o.SlabBytes
 			}

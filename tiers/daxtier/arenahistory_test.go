@@ -1,14 +1,12 @@
 package daxtier
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -473,10 +471,6 @@ func arenaChild(spec string) {
 // have every chunk that it said was kept, right in every byte, and none that it said was dropped.
 func TestArenaKilled(t *testing.T) {
 	t.Parallel()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
 	seeds(t, 4, func(t *testing.T, seed uint64) {
 		rnd := rand.New(rand.NewPCG(seed, 9))
 		dir := memory(t)
@@ -484,46 +478,19 @@ func TestArenaKilled(t *testing.T) {
 		state := map[int]byte{}
 		kept := 0
 		for round := range 4 {
-			cmd := exec.Command(self)
-			cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s#%d", arenaChildEnv, dir,
-				seed<<8|uint64(round)))
-			out, err := cmd.StdoutPipe()
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
-			lines := bufio.NewScanner(out)
-			opened, killed := false, false
-			kill := func() {
-				if !killed {
-					killed = true
-					time.AfterFunc(time.Duration(1+rnd.IntN(120))*time.Millisecond,
-						func() { _ = cmd.Process.Kill() })
-				}
-			}
-			for lines.Scan() {
-				switch line := lines.Text(); {
-				case line == "open":
-					if opened = true; round > 0 { // else there is to be something to lose
-						kill()
-					}
-				case strings.HasPrefix(line, "!"):
-					t.Error(line)
-				default:
-					if n, err := strconv.Atoi(line[1:]); err == nil {
+			killed(t, rnd, fmt.Sprintf("%s=%s#%d", arenaChildEnv, dir, seed<<8|uint64(round)), 120,
+				func(line string, kill func()) {
+					if line == "open" {
+						if round > 0 { // else there must be something to lose
+							kill()
+						}
+					} else if n, err := strconv.Atoi(line[1:]); err == nil {
 						// else it was cut off by the kill
 						if state[n] = line[0]; line[0] == '+' {
 							kill()
 						}
 					}
-				}
-			}
-			if !opened {
-				t.Fatal("the child did not open the arena")
-			}
-			_ = cmd.Wait()
+				})
 			o := arenaOptions(arenaKillOptions(dir))
 			r, err := tryRig(t, o)
 			if err != nil {

@@ -1,19 +1,17 @@
 package daxtier
 
 import (
-	"bufio"
+	"bytes"
 	"context"
 	"errors"
 	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"lookaside/tiers"
 	"lookaside/tiers/slab"
@@ -106,46 +104,20 @@ func child(spec string) {
 // every chunk that it said was stored, right in every byte, and nothing is damaged.
 func TestKilled(t *testing.T) {
 	t.Parallel()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
 	seeds(t, 4, func(t *testing.T, seed uint64) {
 		rnd := rand.New(rand.NewPCG(seed, 9))
 		dir := memory(t)
 		state := map[int]bool{} // true: stored; false: either
 		for round := range 4 {
-			cmd := exec.Command(self)
-			cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s#%d", childEnv, dir,
-				seed<<8|uint64(round)))
-			out, err := cmd.StdoutPipe()
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
-			lines := bufio.NewScanner(out)
-			var kill *time.Timer
-			for lines.Scan() {
-				switch line := lines.Text(); {
-				case line == "open":
-					kill = time.AfterFunc(time.Duration(1+rnd.IntN(60))*time.Millisecond,
-						func() { _ = cmd.Process.Kill() })
-				case strings.HasPrefix(line, "!"):
-					t.Error(line)
-				default:
-					n, err := strconv.Atoi(line[1:])
-					if err != nil { // cut off by the kill
-						continue
+			killed(t, rnd, fmt.Sprintf("%s=%s#%d", childEnv, dir, seed<<8|uint64(round)), 60,
+				func(line string, kill func()) {
+					if line == "open" {
+						kill()
+					} else if n, err := strconv.Atoi(line[1:]); err == nil {
+						// else it was cut off by the kill
+						state[n] = line[0] == '+'
 					}
-					state[n] = line[0] == '+'
-				}
-			}
-			if kill == nil {
-				t.Fatal("the child did not open the pool")
-			}
-			_ = cmd.Wait()
+				})
 			p, err := Open(killOptions(dir))
 			if err != nil {
 				t.Fatal(err)
@@ -208,45 +180,8 @@ func TestDamaged(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for round := range 12 {
-			b := append([]byte(nil), good...)
-			const page = 4096
-			at := func() int { return rnd.IntN(len(b)/page) * page }
-			var what string
-			switch k := round % 6; k {
-			case 0:
-				what = "bits flipped"
-				for range 1 + rnd.IntN(200) {
-					b[rnd.IntN(len(b))] ^= 1 << rnd.IntN(8)
-				}
-			case 1:
-				what = "pages swapped"
-				for range 1 + rnd.IntN(200) {
-					x, y := at(), at()
-					for i := range page {
-						b[x+i], b[y+i] = b[y+i], b[x+i]
-					}
-				}
-			case 2:
-				what = "pages misdirected"
-				for range 1 + rnd.IntN(50) {
-					x, y := at(), at()
-					copy(b[x:x+page], b[y:y+page])
-				}
-			case 3:
-				what = "directories garbled"
-				for range 1 + rnd.IntN(200) {
-					b[rnd.IntN(64<<10)] = byte(rnd.Uint32())
-				}
-			case 4:
-				what = "one copy of the header garbled"
-				for i := range page {
-					b[i] = byte(rnd.Uint32())
-				}
-			case 5:
-				what = "cut short"
-				b = b[:max(at(), 512<<10)]
-			}
+		for round := range 2 * damages {
+			what, b := damage(rnd, round, bytes.Clone(good))
 			if err := os.WriteFile(path, b, 0o600); err != nil {
 				t.Fatal(err)
 			}

@@ -7,44 +7,22 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"runtime"
 	"syscall"
 	"testing"
 
 	"github.com/zeebo/xxh3"
-	"golang.org/x/sys/unix"
 
 	"lookaside/dax"
+	"lookaside/internal/fakedax"
 	"lookaside/tiers/vfs"
 )
-
-// fakeDevice is /dev/zero, with a made-up sysfs that says that it is a DAX device: mapped, it is
-// memory that lasts as long as the mapping.
-func fakeDevice(t *testing.T) dax.DeviceOptions {
-	t.Helper()
-	if runtime.GOARCH != "amd64" {
-		t.Skip("SKIPPED: DAX devices are for amd64")
-	}
-	sysFS := t.TempDir()
-	device, bus := filepath.Join(sysFS, "devices", "dax0.0"), filepath.Join(sysFS, "bus", "dax")
-	ok(t, errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755),
-		os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
-		os.Symlink(device, filepath.Join(sysFS, "dev", "char", "1:5")),
-		os.Symlink(bus, filepath.Join(device, "subsystem")),
-		os.WriteFile(filepath.Join(device, "size"), []byte("16777216\n"), 0o644),
-		os.WriteFile(filepath.Join(device, "align"), []byte("2097152\n"), 0o644)))
-	path := filepath.Join(t.TempDir(), "dax0.0")
-	if err := unix.Mknod(path, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 5))); err != nil {
-		t.Skipf("SKIPPED: mknod: %v", err)
-	}
-	return dax.DeviceOptions{Path: path, SysFS: sysFS}
-}
 
 // The same on a device, where what is written lasts at once, and on a file.
 func TestDevices(t *testing.T) {
 	t.Parallel()
+	device, sysFS := fakedax.New(t)
 	for name, o := range map[string]dax.DeviceOptions{
-		"device": fakeDevice(t),
+		"device": {Path: device, SysFS: sysFS},
 		"file":   {Path: filepath.Join(t.TempDir(), "dev"), SizeBytes: 16 * mib, AllowFile: true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -144,8 +122,9 @@ func TestSumsCutShort(t *testing.T) {
 // Where a file lies, others find it; what they write there is summed in place, and made to last.
 func TestResident(t *testing.T) {
 	t.Parallel()
+	device, sysFS := fakedax.New(t)
 	for name, o := range map[string]dax.DeviceOptions{
-		"device": fakeDevice(t),
+		"device": {Path: device, SysFS: sysFS},
 		"file":   {Path: filepath.Join(t.TempDir(), "dev"), SizeBytes: 16 * mib, AllowFile: true},
 	} {
 		t.Run(name, func(t *testing.T) {
