@@ -222,14 +222,18 @@ class Clearing:
             self._thread.start()
         self._lock.notify_all()
 
+    def _advance(self) -> None:
+        """Ask the ranks that are void, and take in what they have replied. The lock is held."""
+        if not self._held_back:
+            for rank in self._ranks:
+                rank.advance()
+        self._clean = not any(rank.is_void for rank in self._ranks)
+        self._lock.notify_all()
+
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._held_back:
-                    for rank in self._ranks:
-                        rank.advance()
-                self._clean = not any(rank.is_void for rank in self._ranks)
-                self._lock.notify_all()
+                self._advance()
                 if self._clean or self._closed:
                     self._thread = None
                     return

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lookaside import wire
@@ -252,62 +252,68 @@ def _extra_keys(request: Request, start: int, end: int) -> tuple[Any, ...] | Non
 
 def _events(changes: list[tuple[bytes, Block | None]], page_tokens: int) -> list[Any]:
     """Return vLLM's events for changes, in their order; runs of one prefix are one event."""
-    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+    from vllm.distributed.kv_events import BlockRemoved
+    from vllm.v1.core import kv_cache_utils
+
+    name: Any = kv_cache_utils.maybe_convert_block_hash
+    events: list[Any] = []
+    for run in _runs(changes):
+        hashes = [name(each) for each, _ in run]
+        blocks = [each for _, each in run if each is not None]
+        if blocks:
+            events.append(_stored(hashes, blocks, page_tokens))
+        else:
+            events.append(_event(BlockRemoved, block_hashes=hashes))
+    return events
+
+
+def _runs(
+    changes: list[tuple[bytes, Block | None]],
+) -> Iterator[list[tuple[bytes, Block | None]]]:
+    """Divide changes into removals in a row, and blocks of which each continues the one before."""
+    run: list[tuple[bytes, Block | None]] = []
+    for change in changes:
+        if run and not _continues(change[1], run[-1]):
+            yield run
+            run = []
+        run.append(change)
+    if run:
+        yield run
+
+
+def _continues(block: Block | None, before: tuple[bytes, Block | None]) -> bool:
+    """Report whether a change belongs to the run of the one before."""
+    block_hash, parent = before
+    if block is None or parent is None:
+        return block is parent
+    return (block.parent, block.lora_id) == (block_hash, parent.lora_id)
+
+
+def _stored(hashes: list[Any], blocks: list[Block], page_tokens: int) -> Any:
+    """Return the event of blocks that continue one another."""
+    from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core import kv_cache_utils
 
     name: Any = kv_cache_utils.maybe_convert_block_hash
     # vLLM before 0.31 publishes extra keys as they are.
     plain = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
+    first, keys = blocks[0], [each.extra_keys for each in blocks]
+    return _event(
+        BlockStored,
+        block_hashes=hashes,
+        parent_block_hash=None if first.parent is None else name(first.parent),
+        token_ids=[token for each in blocks for token in each.token_ids],
+        block_size=page_tokens,
+        lora_id=first.lora_id,
+        lora_name=first.lora_name,
+        extra_keys=plain(keys) if any(key is not None for key in keys) else None,
+    )
 
-    def make(kind: Any, **fields: Any) -> Any:
-        return kind(
-            **{key: value for key, value in fields.items() if key in kind.__struct_fields__}
-        )
 
-    events: list[Any] = []
-    at = 0
-    while at < len(changes):
-        _, block = changes[at]
-        run = [changes[at]]
-        while at + len(run) < len(changes):
-            following, after = changes[at + len(run)]
-            if (block is None) != (after is None):
-                break
-            if (
-                block is not None
-                and after is not None
-                and (after.parent, after.lora_id) != (run[-1][0], block.lora_id)
-            ):
-                break
-            run.append((following, after))
-        at += len(run)
-        hashes = [name(each) for each, _ in run]
-        if block is None:
-            events.append(
-                make(
-                    BlockRemoved,
-                    block_hashes=hashes,
-                    medium=MEDIUM_CPU,
-                    group_idx=0,
-                    locality="LOCAL",
-                )
-            )
-            continue
-        blocks = [each for _, each in run if each is not None]
-        keys = [each.extra_keys for each in blocks]
-        events.append(
-            make(
-                BlockStored,
-                block_hashes=hashes,
-                parent_block_hash=None if block.parent is None else name(block.parent),
-                token_ids=[token for each in blocks for token in each.token_ids],
-                block_size=page_tokens,
-                lora_id=block.lora_id,
-                lora_name=block.lora_name,
-                medium=MEDIUM_CPU,
-                extra_keys=plain(keys) if any(key is not None for key in keys) else None,
-                group_idx=0,
-                locality="LOCAL",
-            )
-        )
-    return events
+def _event(kind: Any, **fields: Any) -> Any:
+    """Return an event of blocks in the host's memory; vLLM's version decides which fields it
+    has."""
+    from vllm.distributed.kv_events import MEDIUM_CPU
+
+    fields |= {"medium": MEDIUM_CPU, "group_idx": 0, "locality": "LOCAL"}
+    return kind(**{key: value for key, value in fields.items() if key in kind.__struct_fields__})

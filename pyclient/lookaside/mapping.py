@@ -56,42 +56,13 @@ def map_region(
     file must hold all that is mapped: a shorter one would make later copies fail of SIGBUS. Raises
     RegionError.
     """
-    if size <= 0 or size % mmap.PAGESIZE:
-        raise RegionError(f"region size {size} is not a positive multiple of the page")
-    if page_size <= 0 or page_size & (page_size - 1) or offset < 0 or offset % page_size:
-        raise RegionError(f"region at {offset}: not at a page of {page_size} bytes")
-    status = os.fstat(fd)
-    # A device has no size there, and refuses to map more than it has.
-    if not stat.S_ISCHR(status.st_mode) and status.st_size < offset + size:
-        raise RegionError(
-            f"region of {size} bytes at {offset} announced, but its fd holds {status.st_size}"
-        )
+    _check_place(fd, size, offset, page_size)
     align = max(page_size, _HUGE if huge else 0)
     protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
     if align <= mmap.PAGESIZE:
         address = _mmap(None, size, protection, mmap.MAP_SHARED, fd, offset)
     else:
-        room = size + align
-        reserved = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        address = (reserved + align - 1) & ~(align - 1)
-        try:
-            _mmap(
-                address,
-                size,
-                protection,
-                mmap.MAP_SHARED | _MAP_FIXED,
-                fd,
-                offset,
-            )
-        except RegionError:
-            _libc.munmap(reserved, room)
-            raise
-        # Both ends of the reservation, up to the next page after the region.
-        if address > reserved:
-            _libc.munmap(reserved, address - reserved)
-        tail = address + size
-        if reserved + room > tail:
-            _libc.munmap(tail, reserved + room - tail)
+        address = _map_aligned(fd, size, offset, protection, align)
     if huge:
         # Refused for hugetlb, which needs no asking.
         _libc.madvise(address, size, _MADV_HUGEPAGE)
@@ -120,6 +91,39 @@ def populate(address: int, size: int, write: bool = True) -> bool:
 def unmap(address: int, size: int) -> None:
     """Unmap what map_region returned."""
     _libc.munmap(address, size)
+
+
+def _check_place(fd: int, size: int, offset: int, page_size: int) -> None:
+    """Raise RegionError for a place that cannot be mapped, or that the file does not have."""
+    if size <= 0 or size % mmap.PAGESIZE:
+        raise RegionError(f"region size {size} is not a positive multiple of the page")
+    if page_size <= 0 or page_size & (page_size - 1) or offset < 0 or offset % page_size:
+        raise RegionError(f"region at {offset}: not at a page of {page_size} bytes")
+    status = os.fstat(fd)
+    # A device has no size there, and refuses to map more than it has.
+    if not stat.S_ISCHR(status.st_mode) and status.st_size < offset + size:
+        raise RegionError(
+            f"region of {size} bytes at {offset} announced, but its fd holds {status.st_size}"
+        )
+
+
+def _map_aligned(fd: int, size: int, offset: int, protection: int, align: int) -> int:
+    """Map size bytes at offset of fd at a multiple of align, and return the address."""
+    room = size + align
+    reserved = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = (reserved + align - 1) & ~(align - 1)
+    try:
+        _mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+    except RegionError:
+        _libc.munmap(reserved, room)
+        raise
+    # Both ends of the reservation, up to the next page after the region.
+    if address > reserved:
+        _libc.munmap(reserved, address - reserved)
+    tail = address + size
+    if reserved + room > tail:
+        _libc.munmap(tail, reserved + room - tail)
+    return address
 
 
 def _mmap(
