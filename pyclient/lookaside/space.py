@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lookaside.config import Config
-from lookaside.layout import config_fault, keeps_state, specs_of, window_tokens
+from lookaside.kvgroups import config_fault, keeps_state, specs_of, window_tokens
 
 _FIELD_BYTES = 512
 _NON_CRYPTOGRAPHIC = ("xxhash", "xxhash_cbor")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from lookaside import layout, wire
+from lookaside import kvgroups, wire
 from lookaside.identity import PLAIN, Identity
 from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
 from lookaside.sidecars import RankSidecars
@@ -665,7 +665,7 @@ class Workers:
     def save_state(self, save: Any, number: int, row: list[int], digest: bytes, value: int) -> None:
         """The state of one group at the end of the page before the save's first."""
         assert save.prev == digest and len(save.hashes) == 32 * self.states
-        name = layout.state_names(digest, self.states)[number]
+        name = kvgroups.state_names(digest, self.states)[number]
         assert save.hashes[32 * number : 32 * number + 32] == name
         ((group, block_id),) = [
             (group, block_id)
@@ -734,7 +734,7 @@ class Stand:
         columns = [
             (group, block - (share.kept - i) * group.block)
             for group, share in zip(
-                groups, layout.shares(kv_config.kv_cache_groups, block), strict=True
+                groups, kvgroups.shares(kv_config.kv_cache_groups, block), strict=True
             )
             for i in range(share.kept)
         ] + [(group, 0) for group in groups if group.state]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from lookaside import layout
+from lookaside import kvgroups
 from scheduling import (
     BLOCK,
     Stand,
@@ -206,7 +206,7 @@ def test_tables_that_do_not_fit_a_hit_are_no_load(model):
     stand = make(model, "unlike")
     role, shares = (
         stand.role,
-        layout.shares(make_kv_config(4, SHAPES["unlike"]).kv_cache_groups, 64),
+        kvgroups.shares(make_kv_config(4, SHAPES["unlike"]).kv_cache_groups, 64),
     )
     assert [(share.blocks, share.kept, share.reach) for share in shares] == [
         (1, 1, 0),

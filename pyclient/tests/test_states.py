@@ -11,7 +11,7 @@ import random
 
 import pytest
 import vllm
-from lookaside import layout
+from lookaside import kvgroups
 from scheduling import (
     BLOCK,
     Stand,
@@ -65,7 +65,7 @@ def states_of(stand: Stand, prompt: list[int]) -> list[int]:
     return [
         page
         for page, digest in enumerate(stand.digests(prompt), 1)
-        if all(name in stand.sidecars.held for name in layout.state_names(digest, count))
+        if all(name in stand.sidecars.held for name in kvgroups.state_names(digest, count))
     ]
 
 
@@ -183,7 +183,7 @@ def test_without_a_state_there_is_no_hit(model, shape):
     prompt = tokens(40 * page + 1)
     warm(stand, prompt)
     for digest in stand.digests(prompt):
-        stand.sidecars.held.pop(layout.state_names(digest, count)[-1], None)
+        stand.sidecars.held.pop(kvgroups.state_names(digest, count)[-1], None)
     request_id = stand.add(prompt)
     stand.run(2000)
     assert loads(stand) == [] and len(stand.outputs[request_id]) == 4
@@ -264,7 +264,7 @@ def test_a_decoder_waits_for_states_that_a_prefiller_promised(model):
     params = stand.transfer_params[request_id]
     assert params["lookaside"]["tokens"] == 4 * BLOCK
     stand.forget_local()
-    (name,) = layout.state_names(stand.digests(prompt)[-1], 1)
+    (name,) = kvgroups.state_names(stand.digests(prompt)[-1], 1)
     state_page = stand.sidecars.held.pop(name)
     stand.add(prompt, params={"extra_args": {"kv_transfer_params": params}})
     for _ in range(20):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lookaside import layout, space
+from lookaside import kvgroups, space
 from lookaside.config import Config
 from lookaside.events import EventBook
 from lookaside.identity import Identities
@@ -79,7 +79,7 @@ class SchedulerConnector:
 
         self.requests: dict[str, RequestState] = {}
         self.identities = Identities(vllm_config)
-        self.rows = Rows(layout.shares(kv_cache_config.kv_cache_groups, setup.page))
+        self.rows = Rows(kvgroups.shares(kv_cache_config.kv_cache_groups, setup.page))
         self.names = Names(setup, vllm_config)
         self.pace = Pace(setup)
         self.promises = Promises(setup, self.names)

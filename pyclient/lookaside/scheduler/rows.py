@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookaside.layout import Share
+from lookaside.kvgroups import Share
 
 
 class Rows:

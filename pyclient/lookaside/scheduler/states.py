@@ -3,7 +3,7 @@
 A hit ends where the states are held too, which is at few pages. vLLM has states where a step of a
 prefill ended, at the prompt's last page, and at those pages that decoding fills. It hands them out
 one by one, with their blocks (boundary_state_offloads). So they are saved as pages of their own
-(layout.py); a block table says nothing about them.
+(kvgroups.py); a block table says nothing about them.
 
 Once it is known how much of a prefix the sidecars hold, they are asked for the states at the end
 of each of its pages, from the last page down, some at a time. A load is then two: one of the pages,
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lookaside import layout, wire
+from lookaside import kvgroups, wire
 from lookaside.metadata import LoadSpec, SaveSpec
 from lookaside.scheduler.names import Names
 from lookaside.scheduler.pace import Pace
@@ -153,4 +153,4 @@ class States:
         )
 
     def _of(self, digest: bytes) -> list[bytes]:
-        return layout.state_names(digest, len(self.groups))
+        return kvgroups.state_names(digest, len(self.groups))
