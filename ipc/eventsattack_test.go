@@ -79,6 +79,7 @@ func TestEventPeersThatFlood(t *testing.T) {
 	subscriptions := func(i int) []byte {
 		return longFrame(0, fmt.Appendf(nil, "\x01%d%s", i, strings.Repeat("x", 2000)))
 	}
+	endless := bytes.Repeat([]byte{2, 0x7f, 255, 255, 255, 255, 255, 255, 255}, 1000)
 	for name, attack := range map[string]struct {
 		socketType string
 		replay     bool
@@ -86,7 +87,9 @@ func TestEventPeersThatFlood(t *testing.T) {
 	}{
 		"subscriptions": {"SUB", false, subscriptions},
 		"short subscriptions": {"XSUB", false,
-			func(i int) []byte { return fmt.Appendf([]byte{0, 9}, "\x01%08d", i) }},
+			func(i int) []byte {
+				return binary.BigEndian.AppendUint64([]byte{0, 9, 1}, uint64(i))
+			}},
 		"the same subscription": {"SUB", false, func(int) []byte { return subscriptions(1) }},
 		"messages": {"XSUB", false,
 			func(int) []byte { return longFrame(0, make([]byte, 2000)) }},
@@ -106,10 +109,7 @@ func TestEventPeersThatFlood(t *testing.T) {
 				return longFrame(4, append([]byte("\x04WHAT"),
 					make([]byte, 2000)...))
 			}},
-		"a frame without an end": {"SUB", false, func(int) []byte {
-			return []byte{2, 0x7f, 255, 255,
-				255, 255, 255, 255, 255}
-		}},
+		"a frame without an end": {"SUB", false, func(int) []byte { return endless }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			flood := 16 << 20
