@@ -27,7 +27,7 @@ ARGS ?=
 # Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup build build-bench build-soak demo test test-go test-py test-e2e versions lint lint-go lint-py bench fuzz soak attack faults clean
+.PHONY: help setup build build-bench build-soak demo test test-go test-python test-py test-e2e versions lint lint-go lint-py bench fuzz soak attack faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -57,8 +57,11 @@ demo: ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|da
 		$(if $(SIDECARS),--sidecars '$(SIDECARS)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 test: lint ## All tests
-	@# Python's wait for most of their time, and Go's take what processor time they leave.
-	@$(MAKE) -j2 --output-sync=target test-go test-py
+	@# Python's wait for much of their time, and Go's take what processor time they leave.
+	@$(MAKE) -j2 --output-sync=target test-go test-python
+
+test-python:
+	@$(MAKE) test-py
 	@$(MAKE) test-e2e
 
 test-go: setup ## Go tests, with the race detector
