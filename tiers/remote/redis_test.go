@@ -111,6 +111,18 @@ func redisCluster(t *testing.T) (nodes []*server, o RedisOptions) {
 	}
 	redisCLI(t, append(append([]string{"--cluster", "create"}, addrs...), "--cluster-replicas", "0",
 		"--cluster-yes")...)
+	for _, s := range nodes { // each finds out for itself, and refuses all keys until then
+		c := client(t, s)
+		for deadline := time.Now().Add(unhurried); ; time.Sleep(50 * time.Millisecond) {
+			info, err := c.ClusterInfo(t.Context()).Result()
+			if strings.Contains(info, "cluster_state:ok") {
+				break
+			}
+			if time.Now().After(deadline) {
+				t.Fatal(info, err)
+			}
+		}
+	}
 	o = RedisOptions{DialTimeout: unhurried, Mode: RedisCluster, Addrs: addrs[:1],
 		Password: Secret{File: passwordFile(t)}}
 	awaitReady(t, openRedis(t, o))
