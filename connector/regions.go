@@ -203,7 +203,7 @@ func (s *Server) unmapped(ses *session, id uint32) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !done(ses.unmapping, id) {
-		return fmt.Errorf("%w: region %d is not to be unmapped", wire.ErrMalformed, id)
+		return fmt.Errorf("%w: region %d was not announced as going", wire.ErrMalformed, id)
 	}
 	return nil
 }

@@ -482,7 +482,7 @@ func (d *eventDoor) connect() {
 			}
 		} else if !failed && ctx.Err() == nil {
 			failed = true
-			d.p.opt.Log.Warn("events: nobody listens at "+d.setting+
+			d.p.opt.Log.Warn("events: no subscriber listens at "+d.setting+
 				": a subscriber must bind it, or set events.bind to true to listen there",
 				zap.String("endpoint", d.endpoint), zap.Error(err))
 		}
@@ -730,7 +730,7 @@ func (e *eventPeer) command(b []byte) error {
 func (e *eventPeer) message(f frame) error {
 	switch {
 	case f.more:
-		return errors.New("a message of several parts, and a subscriber sends none")
+		return errors.New("a message of several parts: a subscriber sends only single ones")
 	case len(f.body) > 0 && f.body[0] == 1:
 		return e.subscribe(string(f.body[1:]))
 	case len(f.body) > 0 && f.body[0] == 0:
@@ -749,7 +749,7 @@ func (e *eventPeer) subscribe(prefix string) error {
 		return nil
 	}
 	if len(e.subscriptions) == maxSubscriptions || e.bytes+len(prefix) > maxSubscriptionBytes {
-		return fmt.Errorf("more than %d subscriptions, or than %d bytes of them", maxSubscriptions,
+		return fmt.Errorf("more than %d subscriptions, or more than %d bytes of topics", maxSubscriptions,
 			maxSubscriptionBytes)
 	}
 	e.subscriptions = append(e.subscriptions, subscription{prefix, 1})

@@ -35,7 +35,7 @@ type PeerDirError struct {
 }
 
 func (e *PeerDirError) Error() string {
-	return fmt.Sprintf("peers.dir %s %s, so no sidecars are looked for: %s", e.Dir, e.Why, e.Do)
+	return fmt.Sprintf("peers.dir %s %s, so this sidecar does not look for others: %s", e.Dir, e.Why, e.Do)
 }
 
 // PeerDir is a directory in which the sidecars of one user find each other: each has a socket
@@ -83,7 +83,7 @@ func (d *PeerDir) check() error {
 			"name a directory of this user's own, of mode 0700"}
 	}
 	if mode := st.Mode & 0o7777; mode&0o077 != 0 {
-		return &PeerDirError{d.path, fmt.Sprintf("has mode %04o, which lets others in", mode),
+		return &PeerDirError{d.path, fmt.Sprintf("has mode %04o, which gives other users access", mode),
 			"chmod 0700 it, or name another"}
 	}
 	return nil
@@ -219,7 +219,7 @@ func (d *PeerDir) Dial(generation uint64, patience time.Duration) (*Conn, error)
 	case err == nil:
 	case errors.Is(err, unix.ECONNREFUSED):
 		_ = unix.Unlinkat(d.fd, name, 0)
-		return nil, fmt.Errorf("%w: nobody listens on %s", ErrPeerGone, name)
+		return nil, fmt.Errorf("%w: no process listens on %s", ErrPeerGone, name)
 	case errors.Is(err, unix.EAGAIN):
 		return nil, fmt.Errorf("%w: %s has too many callers waiting", ErrPeerStuck, name)
 	default:

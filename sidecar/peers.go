@@ -86,7 +86,7 @@ func newPeers(cfg *settings.Config, log *zap.Logger) *peers {
 		return nil
 	}
 	if cfg.Events.Journal == 0 {
-		log.Warn("nothing is shared with other sidecars: events.journal is 0, and they are told by it what is held; set it, or peers.enabled to false")
+		log.Warn("nothing is shared with other sidecars: events.journal is 0, and what is held is sent to them from it; set events.journal, or set peers.enabled to false")
 		return nil
 	}
 	return &peers{cfg: cfg.Peers, log: log, closing: make(chan struct{}),

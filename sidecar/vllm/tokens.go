@@ -21,7 +21,7 @@ func ParseTokens(text string) ([]uint32, error) {
 	var tokens []uint32
 	if strings.HasPrefix(strings.TrimSpace(text), "[") {
 		if err := json.Unmarshal([]byte(text), &tokens); err != nil {
-			return nil, fmt.Errorf("tokens: it begins like a JSON list of numbers, and is none: %w",
+			return nil, fmt.Errorf("tokens: it begins like a JSON list of numbers, but is not one: %w",
 				err)
 		}
 		return tokens, nil
@@ -32,7 +32,7 @@ func ParseTokens(text string) ([]uint32, error) {
 	}) {
 		n, err := strconv.ParseUint(word, 10, 31)
 		if err != nil {
-			return nil, fmt.Errorf("tokens: %q is no token id", word)
+			return nil, fmt.Errorf("tokens: %q is not a token id", word)
 		}
 		tokens = append(tokens, uint32(n))
 	}
@@ -94,17 +94,17 @@ func (s *Server) Tokenize(ctx context.Context, t Text) ([]uint32, error) {
 		case http.StatusNotFound:
 			fix = ": is it a vLLM server, and --model a name that it serves?"
 		}
-		return nil, fmt.Errorf("--vllm: %s answers %s%s %.200q", req.URL, resp.Status, fix,
+		return nil, fmt.Errorf("--vllm: %s returned %s%s %.200q", req.URL, resp.Status, fix,
 			bytes.TrimSpace(answer))
 	}
 	if len(answer) > maxAnswer {
-		return nil, fmt.Errorf("--vllm: %s answers more than %d bytes", req.URL, maxAnswer)
+		return nil, fmt.Errorf("--vllm: %s returned more than %d bytes", req.URL, maxAnswer)
 	}
 	var out struct {
 		Tokens []uint32 `json:"tokens"`
 	}
 	if err := json.Unmarshal(answer, &out); err != nil {
-		return nil, fmt.Errorf("--vllm: %s answers no tokens: %w", req.URL, err)
+		return nil, fmt.Errorf("--vllm: %s returned no tokens: %w", req.URL, err)
 	}
 	if len(out.Tokens) == 0 {
 		return nil, errors.New("--vllm: the text has no tokens")

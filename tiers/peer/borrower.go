@@ -174,7 +174,7 @@ func (r *refused) Error() string {
 		r.Got, r.Message)
 }
 
-var errNotThePeer = errors.New("it is not the run that its socket is named after")
+var errNotThePeer = errors.New("it is another run than the one its socket is named after")
 
 // converse receives messages until the connection ends.
 func (b *borrower) converse() error {
@@ -467,7 +467,7 @@ func (b *borrower) tell(ended <-chan struct{}) {
 				b.mu.Unlock()
 				if err := b.conn.Send((&wire.RegionUnmapped{Region: n.id}).Append(
 					nil)); err != nil {
-					b.log.Debug("the lender does not hear that a region is unmapped",
+					b.log.Debug("cannot report to the lender that a region is unmapped",
 						zap.Error(err))
 				}
 			case !over:

@@ -100,7 +100,7 @@ func (l *lender) run() {
 	err := l.welcome()
 	log := l.p.log.With(zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID))
 	if err == nil {
-		log.Info("a sidecar borrows from us")
+		log.Info("a sidecar borrows from this one")
 		ended := make(chan struct{})
 		var stop context.CancelFunc
 		l.ctx, stop = context.WithCancel(l.p.ctx)
@@ -111,7 +111,7 @@ func (l *lender) run() {
 		l.linger(err)
 		_ = l.conn.Close() // wakes the sender
 		l.helpers.Wait()
-		log.Info("a sidecar borrows from us no more", zap.Error(err))
+		log.Info("a sidecar has stopped borrowing from this one", zap.Error(err))
 	}
 	l.end()
 	_ = l.conn.Close()
@@ -453,7 +453,7 @@ func (l *lender) without(id uint32) bool {
 // giveUp stops serving the borrower. The borrower keeps what it holds until it returns it or is
 // dead.
 func (l *lender) giveUp(why error) {
-	l.p.log.Warn("giving up a sidecar that borrows from us", zap.Uint64("peer", l.gen),
+	l.p.log.Warn("ending the connection of a sidecar that borrows from this one", zap.Uint64("peer", l.gen),
 		zap.Int32("pid", l.conn.Peer().PID), zap.Error(why))
 	l.conn.EndSending()
 }
@@ -462,7 +462,7 @@ func (l *lender) unmapped(id uint32) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if r := l.regions[id]; r == nil || !r.going {
-		return fmt.Errorf("%w: region %d is not to be unmapped", wire.ErrMalformed, id)
+		return fmt.Errorf("%w: region %d was not announced as going", wire.ErrMalformed, id)
 	}
 	delete(l.regions, id)
 	l.changedLocked()
@@ -481,7 +481,7 @@ func (l *lender) send(ended <-chan struct{}) {
 		feed, err = l.p.cfg.Engine.Follow(0)
 	}
 	if err != nil {
-		l.p.log.Error("what is held cannot be told to other sidecars", zap.Error(err))
+		l.p.log.Error("cannot report to other sidecars what is held", zap.Error(err))
 		l.conn.EndSending()
 		return
 	}
@@ -635,7 +635,7 @@ func (s *sender) tellSpaces() error {
 	return nil
 }
 
-var errManySpaces = errors.New("it has been told of too many spaces")
+var errManySpaces = errors.New("it was sent too many spaces")
 
 func (s *sender) tellSpace(d *declared) error {
 	if len(s.l.told) == maxSpaces {

@@ -114,7 +114,7 @@ func (g *guard) scan(p []byte) error {
 		c := p[0]
 		p = p[1:]
 		if g.lineLen++; g.lineLen > maxReplyLine {
-			return errors.New("the server answers with a line that is too long: it is no Redis, or not in its right mind")
+			return errors.New("the server sent a line that is too long: it is not a Redis server, or it is broken")
 		}
 		if c != '\n' {
 			if len(g.line) < lineKept {
@@ -132,7 +132,7 @@ func (g *guard) scan(p []byte) error {
 
 func (g *guard) lineEnded() error {
 	if g.rest += int64(g.lineLen); g.rest > maxReplyRest+g.maxValue {
-		return errors.New("the server's answer is too long")
+		return errors.New("the server's reply is too long")
 	}
 	if len(g.line) < 2 || g.lineLen-1 <= lineKept && g.line[len(g.line)-1] != '\r' {
 		return errNoRESP
@@ -160,7 +160,7 @@ func (g *guard) lineEnded() error {
 		g.ended()
 	case kind == '$', kind == '=', kind == '!':
 		if g.rest += n; n > g.maxValue || g.rest > maxReplyRest+g.maxValue {
-			return fmt.Errorf("the server announces %d bytes, and %d at most were asked for", n,
+			return fmt.Errorf("the server announces %d bytes, and at most %d were requested", n,
 				g.maxValue)
 		}
 		if len(g.open) > 0 && !g.take(n) { // others are read straight to their place
@@ -171,7 +171,7 @@ func (g *guard) lineEnded() error {
 		g.ended()
 	default:
 		if g.elements += n; g.elements > maxReplyElements || len(g.open) == maxReplyDepth {
-			return errors.New("the server's answer has too many parts")
+			return errors.New("the server's reply has too many parts")
 		}
 		if !g.take(n * elementBytes) {
 			return errTooMuch
@@ -181,7 +181,7 @@ func (g *guard) lineEnded() error {
 	return nil
 }
 
-var errTooMuch = errors.New("the server's answers are too long for so many at a time")
+var errTooMuch = errors.New("the server's replies are too long for so many requests at a time")
 
 var errNoRESP = errors.New("the server does not speak the Redis protocol")
 

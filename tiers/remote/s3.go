@@ -133,7 +133,7 @@ type bounded struct {
 // objectKey marks the context of requests for objects. Their bodies are read only as far as needed.
 type objectKey struct{}
 
-var errTooLong = errors.New("the server's answer is too long")
+var errTooLong = errors.New("the server's reply is too long")
 
 // RoundTrip implements http.RoundTripper.
 func (b *bounded) RoundTrip(r *http.Request) (*http.Response, error) {

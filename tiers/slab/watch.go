@@ -15,7 +15,7 @@ import (
 // errRemoved is why a slab is given up whose file was removed or replaced. The store could go on
 // with the open file. But a restart would not find its chunks, and its room on the disk would stay
 // taken.
-var errRemoved = errors.New("its file was removed or replaced by somebody else")
+var errRemoved = errors.New("another process removed or replaced its file")
 
 // watch checks that the slabs' files and the directories' locks are still those that the store has
 // open. A tier gives up slabs whose files are gone, and makes them anew. An arena keeps them,
@@ -116,7 +116,7 @@ func (d *Disk) hold(h *directory) error {
 	}
 	old := h.lock
 	h.setLock(d.o.FS, l)
-	d.log.Warn("the lock of a directory was removed by somebody else; it is taken again",
+	d.log.Warn("another process removed the lock of a directory; it is taken again",
 		zap.String("directory", h.path))
 	return old.Close()
 }

@@ -154,7 +154,7 @@ func (s *Stack) Move(ctx context.Context, id engine.SpaceID, hashes []byte, from
 		return 0, err
 	}
 	if src == dst {
-		return 0, fmt.Errorf("%w: %q is where it is to be moved from", tiers.ErrInvalid, to)
+		return 0, fmt.Errorf("%w: %q is the tier that it would be moved from", tiers.ErrInvalid, to)
 	}
 	var bounce []byte
 	err = s.asOwner(id, func(o engine.Owner, sp *tiers.Space) error {

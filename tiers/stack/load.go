@@ -235,4 +235,4 @@ func (s *Stack) call(op func(context.Context, []tiers.Transfer, func(int, error)
 	return neither
 }
 
-var errSilent = errors.New("the tier did not say how it went")
+var errSilent = errors.New("the tier returned without a result for this chunk")

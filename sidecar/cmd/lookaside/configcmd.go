@@ -99,7 +99,7 @@ they belong.`,
 				return err
 			}
 			if _, err := settings.Parse("these settings", []byte(result.YAML), nil); err != nil {
-				return fmt.Errorf("what was converted wants a change by hand before a sidecar takes it: %w", err)
+				return fmt.Errorf("a sidecar refuses the converted settings: change them by hand: %w", err)
 			}
 			return nil
 		},

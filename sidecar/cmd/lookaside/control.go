@@ -402,7 +402,7 @@ Nothing is cleared without --yes.
 				if of != "" {
 					where = of
 				}
-				return fmt.Errorf("this would forget %s in %s: say --yes if that is meant", what,
+				return fmt.Errorf("this would forget %s in %s: give --yes to do it", what,
 					where)
 			}
 			client, err := c.client(cmd)

@@ -456,7 +456,7 @@ func TestBadSettings(t *testing.T) {
 		{nil, []string{"lookup", "--runtime-dir=/nowhere", "00"},
 			[]string{"no sidecar", "/nowhere"}},
 		{nil, []string{"lookup", "--runtime-dir=/nowhere", "--tokens=-", "00"},
-			[]string{"not two of them"}},
+			[]string{"only one of them"}},
 		{nil, []string{"lookup", "--tokens=-", "--prompt=a"}, []string{"[prompt tokens]"}},
 		{nil, []string{"prefetch", "--prompt=a", "--hashes=-"}, []string{"[hashes prompt]"}},
 		{nil, []string{"clear", "--all", "--prompt=a", "--yes"}, []string{"clear what?"}},

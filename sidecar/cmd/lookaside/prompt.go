@@ -67,7 +67,7 @@ func (p *prompt) read(cmd *cobra.Command) ([]uint32, error) {
 		return vllm.ParseTokens(string(b))
 	}
 	if p.url == "" {
-		return nil, errors.New("a prompt's tokens are its model's to make: give --vllm with the URL of a server that has it, or --tokens")
+		return nil, errors.New("a prompt's tokens depend on its model: give --vllm with the URL of a server that has the model, or --tokens")
 	}
 	t := vllm.Text{Model: p.model, Prompt: p.text}
 	if p.file != "" {
@@ -117,11 +117,11 @@ func chooseSpace(spaces []admin.SpaceStatus, name string) (*admin.SpaceStatus, e
 	}
 	switch {
 	case len(spaces) == 0:
-		return nil, errors.New("no space is open: let a worker connect first, it says how its pages are named")
+		return nil, errors.New("no space is open: let a worker connect first, which declares how its pages are named")
 	case len(found) == 1:
 		return found[0], nil
 	}
-	return nil, fmt.Errorf("say with --space which is meant: %s", strings.Join(all, "; "))
+	return nil, fmt.Errorf("choose one with --space: %s", strings.Join(all, "; "))
 }
 
 // asked returns the names of a lookup's pages, and sets the lookup's engine.
@@ -145,7 +145,7 @@ func (p *prompt) asked(cmd *cobra.Command, c *control, q *admin.Query,
 	return names[q.FirstPage:], nil
 }
 
-var errTwoPrefixes = errors.New("give a prompt, tokens, or page hashes, and not two of them")
+var errTwoPrefixes = errors.New("give a prompt, tokens, or page hashes, only one of them")
 
 // chooseEngine sets a lookup's engine to one with a connected worker of its rank, and returns the
 // space of that engine. All engines of a space find the same pages.
@@ -167,10 +167,10 @@ func chooseEngine(cmd *cobra.Command, c *control, q *admin.Query) (*admin.SpaceS
 		}
 	}
 	if len(engines) == 0 {
-		return nil, fmt.Errorf("no worker of rank %d is connected%s: it is what says which space is meant", q.Rank, ofEngine(q.EngineID))
+		return nil, fmt.Errorf("no worker of rank %d is connected%s: a worker is needed to choose the space", q.Rank, ofEngine(q.EngineID))
 	}
 	if distinct := slices.Compact(slices.Sorted(slices.Values(spaces))); len(distinct) > 1 {
-		return nil, fmt.Errorf("workers of several spaces are connected: say with --engine-id which is meant, of %s", strings.Join(engines, ", "))
+		return nil, fmt.Errorf("workers of several spaces are connected: choose one with --engine-id, of %s", strings.Join(engines, ", "))
 	}
 	q.EngineID = engines[0]
 	return chooseSpace(st.Spaces, spaces[0])

@@ -112,7 +112,7 @@ func newLookup() *cobra.Command {
 		Long: `Ask a running sidecar how much of a prompt it holds, over its real sockets, as a scheduler of
 the engine would.
 
-A worker of the engine must be connected: it is what says which space is meant.
+A worker of the engine must be connected: a worker is needed to choose the space.
 
 ` + prefixHelp,
 		Example: "  lookaside lookup --prompt 'You are …' --vllm http://localhost:8000",
