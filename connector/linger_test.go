@@ -58,7 +58,7 @@ func floodAfter(s *client.Session, blocked func()) {
 	}
 }
 
-// givenUp says whether the sidecar has ended what it sends to a session.
+// givenUp reports whether the sidecar has ended what it sends to a session.
 func givenUp(s *client.Session) (ended bool) {
 	raw, err := s.Conn().SyscallConn()
 	if err == nil {
@@ -114,8 +114,8 @@ func disjoint(t *testing.T, extents ...[]wire.Extent) {
 	}
 }
 
-// A worker that is given up may go on copying: its slots are nobody else's until it has left, and
-// then they are free.
+// A worker that is given up may go on copying: its slots go to no other owner until it has left,
+// and then they are free.
 func TestGivenUpWorkerKeepsItsSlots(t *testing.T) {
 	const slots = 8
 	for _, tc := range breaks {
@@ -165,7 +165,7 @@ func TestGivenUpWorkerKeepsItsSlots(t *testing.T) {
 			check(t, w.ses.Send(&wire.CommitStore{Store: g.Store}))
 			w.sync()
 
-			// Its copies end only now, and it says so: nobody hears it.
+			// Its copies end only now, and it reports that: it is not read.
 			check(t, bad.fill(stored, sg.Grants))
 			check(t, bad.verify(loaded, lg.Extents, 0, 2*perChunk))
 			// its buffer may be full
@@ -235,7 +235,7 @@ func TestGivenUpWithoutBytesEndsAtOnce(t *testing.T) {
 	}
 }
 
-// A client whose end cannot be told by reading alone: it takes no more answers, but it is there.
+// A client whose end cannot be detected by reading alone: it reads no more, but it is there.
 func TestClientThatShutsItsReadingSide(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w := r.worker(workerHello("e"))
@@ -248,7 +248,7 @@ func TestClientThatShutsItsReadingSide(t *testing.T) {
 	if st := r.engine.Stats(); st.FillingSlots != 2 {
 		t.Errorf("%+v", st)
 	}
-	check(t, w.ses.Conn().CloseWrite()) // says as much as closing does
+	check(t, w.ses.Conn().CloseWrite()) // has the same effect as closing
 	r.eventually("its slots are free", func() bool {
 		return r.engine.Stats().FillingSlots == 0 &&
 			len(r.lingering()) == 0

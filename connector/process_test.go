@@ -253,7 +253,8 @@ func TestDeathAtEveryStage(t *testing.T) {
 	}
 }
 
-// tellsOfDeaths says whether the kernel gives a pidfd of who is at the other end of a socket.
+// tellsOfDeaths reports whether the kernel gives a pidfd of the process at the other end of a
+// socket.
 func tellsOfDeaths(t *testing.T) bool {
 	t.Helper()
 	const soPeerPIDFD = 77
@@ -327,7 +328,7 @@ func TestFrozenClientsLeaveRoom(t *testing.T) {
 	check(t, first.cmd.Wait())
 	r.eventually("one has frozen",
 		func() bool { return r.engine.Stats().FrozenSlots == frozen[1].Slots })
-	// a session's share is of what nobody has that froze
+	// a session's share is of what frozen sessions do not have
 	pages := min(frozen[0].Slots, slots/4) * perChunk
 	id, hit := s.lookup(hoarded(first.cmd.Process.Pid), 0, pages)
 	if hit != pages {
@@ -411,7 +412,7 @@ func TestFrozenClient(t *testing.T) {
 		func() bool { st := r.engine.Stats(); return st.OpenLoads == 0 && st.Leases == 0 })
 }
 
-// A client that sends and never reads is given up, and nobody waits for it.
+// A client that sends and never reads is given up, and nothing waits for it.
 func TestClientThatDoesNotRead(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w := r.worker(workerHello("e"))
@@ -447,7 +448,7 @@ func TestClientThatDoesNotRead(t *testing.T) {
 	}
 }
 
-// maps says whether a process has a file mapped.
+// maps reports whether a process has a file mapped.
 func (p *process) maps(t *testing.T, file string) bool {
 	t.Helper()
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", p.cmd.Process.Pid))
@@ -455,7 +456,7 @@ func (p *process) maps(t *testing.T, file string) bool {
 	return strings.Contains(string(b), file)
 }
 
-// When a region is retracted, no process that was told of it has it mapped any more.
+// When a region is retracted, no process that it was announced to has it mapped any more.
 func TestRetractedRegionIsMappedNowhere(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	f := device(t, 4096)
@@ -484,8 +485,8 @@ func TestRetractedRegionIsMappedNowhere(t *testing.T) {
 	}
 }
 
-// A frozen process keeps a region mapped that is retracted: it is given up, nobody waits for it any
-// longer, and what it reads stays its own until it is dead.
+// A frozen process keeps a region mapped that is retracted: it is given up, nothing waits for it
+// any longer, and what it reads stays its own until it is dead.
 func TestFrozenClientKeepsARegion(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	r.server.AnnounceRegion(part(device(t, 4096), 7, 0))

@@ -188,7 +188,7 @@ func TestWorkerThatKeepsARegion(t *testing.T) {
 				g, err = bad.prepare(onePrefix(1), 0, 8)
 				check(t, err)
 			}
-			// It reads, and asks for other things, but says nothing of the region.
+			// It reads, and asks for other things, but does not acknowledge the region.
 			stop, stopped := make(chan struct{}), make(chan error, 1)
 			go func() {
 				for !finished(stop) {
@@ -237,7 +237,8 @@ func TestWorkerThatKeepsARegion(t *testing.T) {
 	}
 }
 
-// Whoever leaves, is given up for something else or does not read, is not waited for any longer.
+// A worker that leaves, is given up for something else or does not read is not waited for any
+// longer.
 func TestWorkerThatGoesWhileARegionDoes(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -255,7 +256,7 @@ func TestWorkerThatGoesWhileARegionDoes(t *testing.T) {
 			_, err := w.prepare(onePrefix(1), 0, 8)
 			check(t, err)
 			done := r.retract(7, time.Hour)
-			r.eventually("the region is retracted", func() bool { // for whoever comes now
+			r.eventually("the region is retracted", func() bool { // for workers that come now
 				probe, err := client.Dial(r.dir, workerHello("probe"), patience)
 				check(t, err)
 				n := probe.Welcome.Regions
@@ -285,8 +286,8 @@ func TestCloseWhileARegionGoes(t *testing.T) {
 	<-done
 }
 
-// Workers connect and leave while regions come and go: each hears of a region once, of its end only
-// if it had heard of the region, and of every end.
+// Workers connect and leave while regions come and go: each gets a region once, every end of
+// a region that it got, and no other end.
 func TestRegionsChangeWhileWorkersConnect(t *testing.T) {
 	const seed = 1
 	r := newRig(t, rigOptions{})
@@ -339,8 +340,8 @@ func TestRegionsChangeWhileWorkersConnect(t *testing.T) {
 	}
 }
 
-// The engine's owner hears of a geometry before its worker stores, and of the chunks of a store for
-// which there is no room before they are granted.
+// The engine's owner is called with a geometry before its worker stores, and with the chunks of a
+// store for which there is no room before they are granted.
 func TestMakeRoom(t *testing.T) {
 	type call struct {
 		g     tiers.Geometry
@@ -357,8 +358,8 @@ func TestMakeRoom(t *testing.T) {
 			n := len(calls)
 			mu.Unlock()
 			if n > 1 {
-				// the region comes before the store is granted, and its worker hears of it before
-				// the grant
+				// the region comes before the store is granted, and its worker gets it before the
+				// grant
 				r.grow(int64(slots) * perChunk * pageBytes)
 			}
 		}})
@@ -517,8 +518,8 @@ func TestStoresGoOnWhileRoomIsMade(t *testing.T) {
 	}
 }
 
-// Whoever adds a region waits until the workers have mapped it, but neither for one that has gone
-// or is late, nor once the server drains.
+// The caller that adds a region waits until the workers have mapped it, but neither for one that
+// has gone or is late, nor once the server drains.
 func TestAwaitRegion(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	f := device(t, 16<<12)
@@ -531,16 +532,16 @@ func TestAwaitRegion(t *testing.T) {
 		}()
 		return done
 	}
-	<-await(10, time.Hour) // nobody is there
+	<-await(10, time.Hour) // no worker is there
 	a, b := r.worker(workerHello("a")), r.worker(workerHello("b"))
 
 	done := await(11, time.Hour)
-	a.readsRegion(wire.TypeRegionAdded) // which says that it is mapped
+	a.readsRegion(wire.TypeRegionAdded) // and acknowledges that it is mapped
 	a.sync()
 	if finished(done) {
 		t.Error("a worker was not waited for")
 	}
-	check(t, b.ses.Send(&wire.RegionMapped{Region: 10})) // nobody has asked
+	check(t, b.ses.Send(&wire.RegionMapped{Region: 10})) // not requested
 	b.sync()
 	if b.regions[11] == nil {
 		t.Fatal("the other worker was not told of the region")

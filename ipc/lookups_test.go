@@ -268,7 +268,7 @@ func TestLookups(t *testing.T) {
 	a.ask(1, 12, 3)
 }
 
-// refusedMessages returns the golden messages that are to be refused.
+// refusedMessages returns the golden messages that must be refused.
 func refusedMessages(t *testing.T) (all [][]byte) {
 	t.Helper()
 	b, err := os.ReadFile("wire/testdata/vectors.json")
@@ -294,7 +294,7 @@ func refusedMessages(t *testing.T) (all [][]byte) {
 	return all
 }
 
-// Whatever comes over the lookup socket, the loop goes on and answers.
+// Whatever comes over the lookup socket, the loop goes on and serves lookups.
 func TestMalformedLookups(t *testing.T) {
 	s, h := lookupSockets(t, LookupOptions{})
 	c := session(t, s, 1)
@@ -478,8 +478,8 @@ func TestAnswersAreTheirSessionsAlone(t *testing.T) {
 // libzmq aborts the process when it cannot accept for want of descriptors.
 func TestFloodWithFewDescriptors(t *testing.T) { testFlood(t, "serve", 4, 1500) }
 
-// TestFloodWhileLookupsStall: for as long as one lookup takes, nobody counts connections. With a
-// hard limit of 1,024 files libzmq used to abort the process.
+// TestFloodWhileLookupsStall: while one lookup takes long, connections are not counted. With a hard
+// limit of 1,024 files libzmq used to abort the process.
 func TestFloodWhileLookupsStall(t *testing.T) { testFlood(t, "serve slowly", 4, 1500) }
 
 // testFlood floods a helper that serves with few descriptors from so many goroutines with so many

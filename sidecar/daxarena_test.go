@@ -52,7 +52,7 @@ func withArena(t *testing.T, devices string, more ...string) func(*settings.Conf
 	}
 }
 
-// arenaState is what an arena on DAX says of itself.
+// arenaState returns the status of an arena on DAX.
 func arenaState(d *Daemon) *admin.DAXArenaState { return d.Status().Arena.DAX }
 
 // storedOnAll is storedPrefix in an arena that has nothing yet, on all of its devices: they get
@@ -167,7 +167,7 @@ func TestShutdownFlushesAnArenaOnDAX(t *testing.T) {
 	newPrefix(t, d, pages).hits(t)
 }
 
-// What was spoilt while nobody looked is a miss, and what comes before it hits.
+// What was spoilt while no sidecar ran is a miss, and what comes before it hits.
 func TestSpoiltArenaOnDAXIsAMiss(t *testing.T) {
 	dir := t.TempDir()
 	const pages = 40
@@ -290,7 +290,7 @@ func TestTiersBelowAnArenaOnDAX(t *testing.T) {
 	}
 }
 
-// A device that cannot be used is an error of the start that says which, and what to do.
+// A device that cannot be used is an error of the start that names it, and what to do.
 func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 	dir := t.TempDir()
 	startDaemon(t, onDAX(t, dir))
@@ -511,7 +511,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	}
 	hits("refused")
 
-	// Another process has the device; and one whose settings do not allow changes says so.
+	// Another process has the device; and one whose settings do not allow changes refuses.
 	other, _ := startDaemon(t, withArena(t, r.dev(5)+":4M"))
 	r.fails(arenaAt+"add", body{"device_path": r.dev(5), "size": "4MiB"}, 409, r.dev(5),
 		fmt.Sprint(os.Getpid()), "arena.dax.offset")
@@ -548,8 +548,8 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	namedPrefix(t, d, 7, 40).hits(t)
 }
 
-// Whoever has a lease keeps a device: a lookup, until its request is loaded or given up, and a pin,
-// until it is unpinned.
+// A lease keeps a device: a lookup, until its request is loaded or given up, and a pin, until it is
+// unpinned.
 func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	r := newArenaRig(t)
 	const pages = 200

@@ -15,7 +15,7 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// findAll answers how many of prefixes [0, n) of one chunk are found.
+// findAll returns how many of prefixes [0, n) of one chunk are found.
 func (r *rig) findAll(space *tiers.Space, n int) (found int) {
 	for i := range n {
 		switch got := r.find(space, prefixOf(i, testPages)); got {

@@ -79,7 +79,7 @@ func (w *arenaWorld) abandon() {
 	}
 }
 
-// check looks a prefix up, and answers how many pages of it are there.
+// check looks a prefix up, and returns how many pages of it are there.
 func (w *arenaWorld) check(r *rig, i int, p tiertest.Prefix) int {
 	w.t.Helper()
 	n := r.find(w.spaces[i], p)
@@ -400,8 +400,8 @@ func (complaining) Fatalf(format string, args ...any) {
 	complaining{}.Fatal(fmt.Sprintf(format, args...))
 }
 
-// arenaChild stores and drops chunks, and has devices come and go, until it is killed. It says what
-// it is about to do and what is done: "?n" chunk n may be there or not from now on, "+n" it is
+// arenaChild stores and drops chunks, and has devices come and go, until it is killed. It prints
+// what it is about to do and what is done: "?n" chunk n may be there or not from now on, "+n" it is
 // kept, "-n" it is dropped for good.
 func arenaChild(spec string) {
 	dir, text, _ := strings.Cut(spec, "#")
@@ -418,7 +418,7 @@ func arenaChild(spec string) {
 		go func() {
 			rnd := rand.New(rand.NewPCG(seed, uint64(w)))
 			for {
-				// each worker has chunks of its own, so that what it says is in order
+				// each worker has chunks of its own, so that its lines are in order
 				n := w + 2*rnd.IntN(killChunks/2)
 				p := prefixOf(n, testPages)
 				fmt.Printf("?%d\n", n)
@@ -468,7 +468,8 @@ func arenaChild(spec string) {
 }
 
 // TestArenaKilled kills a process at a random moment, again and again. Opened again, the devices
-// have every chunk that it said was kept, right in every byte, and none that it said was dropped.
+// have every chunk that it printed as kept, right in every byte, and none that it printed as
+// dropped.
 func TestArenaKilled(t *testing.T) {
 	t.Parallel()
 	seeds(t, 4, func(t *testing.T, seed uint64) {

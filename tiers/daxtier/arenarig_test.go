@@ -142,7 +142,7 @@ func (r *rig) session(space *tiers.Space) (engine.SpaceID, engine.Owner) {
 	return id, engine.Owner(id)
 }
 
-// store stores pages [0, pages) of a prefix as a session does, and answers how many are held then.
+// store stores pages [0, pages) of a prefix as a session does, and returns how many are held then.
 func (r *rig) store(space *tiers.Space, p tiertest.Prefix, pages int) (held int) {
 	_, o := r.session(space)
 	g := space.Geometry
@@ -180,7 +180,7 @@ func (r *rig) verify(o engine.Owner, hashes []byte) {
 	}
 }
 
-// find answers how many of a prefix's pages are found, all of which must be right.
+// find returns how many of a prefix's pages are found, all of which must be right.
 func (r *rig) find(space *tiers.Space, p tiertest.Prefix) (pages int) {
 	_, o := r.session(space)
 	g := space.Geometry

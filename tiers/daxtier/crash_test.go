@@ -52,7 +52,7 @@ func killOptions(dir string) Options {
 	return o
 }
 
-// child stores and drops chunks, and has devices come and go, until it is killed. It says what it
+// child stores and drops chunks, and has devices come and go, until it is killed. It prints what it
 // is about to do and what is done: "+n" chunk n is stored, "-n" it may be dropped from now on.
 func child(spec string) {
 	dir, text, _ := strings.Cut(spec, "#")
@@ -68,7 +68,7 @@ func child(spec string) {
 		go func() {
 			rnd := rand.New(rand.NewPCG(seed, uint64(w)))
 			for {
-				// each worker has chunks of its own, so that what it says is in order
+				// each worker has chunks of its own, so that its lines are in order
 				n := w + 2*rnd.IntN(killChunks/2)
 				if rnd.IntN(4) == 0 {
 					fmt.Printf("-%d\n", n)
@@ -101,7 +101,7 @@ func child(spec string) {
 }
 
 // TestKilled kills a process at a random moment, again and again. Opened again, the devices have
-// every chunk that it said was stored, right in every byte, and nothing is damaged.
+// every chunk that it printed as stored, right in every byte, and nothing is damaged.
 func TestKilled(t *testing.T) {
 	t.Parallel()
 	seeds(t, 4, func(t *testing.T, seed uint64) {

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// read looks pages up, which must all hit, and loads them; it answers the extents, which are
+// read looks pages up, which must all hit, and loads them; it returns the extents, which are
 // released.
 func (b *bench) read(first int, hashes []byte) []Extent {
 	b.t.Helper()
@@ -40,7 +40,7 @@ func (b *bench) noCopy() {
 	b.ok(b.e.Check())
 }
 
-// own says which extents lie in the arena.
+// own returns which extents lie in the arena.
 func own(ex []Extent) (own []bool) {
 	for _, x := range ex {
 		own = append(own, x.Region == 7)
@@ -50,7 +50,7 @@ func own(ex []Extent) (own []bool) {
 
 // TestCopyAfter: a chunk that has been loaded so often from where a peer lent it, also by way of
 // several loans, is copied, and is from then on as good as stored: it can be found without a loan,
-// followers are told of it and what comes before, and it goes to tiers.
+// followers get it and what comes before, and it goes to tiers.
 func TestCopyAfter(t *testing.T) {
 	rung := map[Work]int{}
 	b := newBench(t, 10, 4, Config{ForeignSlots: 8, CopyAfter: 3, JournalBytes: minJournalBytes,
@@ -63,7 +63,7 @@ func TestCopyAfter(t *testing.T) {
 
 	b.lend(1, 0, p, 5)
 	b.settle(1, 100, 10)
-	b.ok(b.e.Cancel(me, 1)) // a lookup that nobody loads is not a use
+	b.ok(b.e.Cancel(me, 1)) // a lookup without a load is not a use
 	for range 2 {
 		b.read(0, p)
 	}
@@ -130,7 +130,7 @@ func TestCopyAfter(t *testing.T) {
 		t.Fatalf("%+v", s)
 	}
 
-	// What nobody leases goes back at once, and what has been copied is read anew as often before
+	// What is not leased is returned at once, and what has been copied is read anew as often before
 	// it is copied again.
 	b.e.ClearSpace(b.sp)
 	b.lend(1, 0, p, 7)

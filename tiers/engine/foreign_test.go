@@ -47,7 +47,7 @@ type modelPeers struct {
 	own, lent       bool // of the load that is being prepared
 }
 
-// startPeers says how many foreign slots the engine has, and after how many loads what is in them
+// startPeers sets how many foreign slots the engine has, and after how many loads what is in them
 // is copied.
 func (w *world) startPeers() (slots, copyAfter int) {
 	m := &w.peers
@@ -118,7 +118,7 @@ func (w *world) borrow(h uint64, f *modelFlight) {
 	delete(w.flights, h)
 }
 
-// read is told of an extent that a load is given.
+// read notes an extent that a load is given.
 func (m *modelPeers) read(w *world, ex Extent) {
 	if ex.Region < peerRegions {
 		m.own = true
@@ -175,8 +175,7 @@ func (w *world) lend() {
 	}
 }
 
-// reread has somebody who is there for that alone load what a peer has lent, or what the arena has
-// of it by now.
+// reread has an owner of its own load what a peer has lent, or what the arena has of it by now.
 func (w *world) reread() {
 	m := &w.peers
 	if len(m.loans) == 0 {
@@ -282,7 +281,7 @@ func (w *world) endCopy() {
 	m.copied++
 }
 
-// takeReturns takes back what nobody uses any more. Its memory is overwritten at once.
+// takeReturns takes back what is not in use any more. Its memory is overwritten at once.
 func (w *world) takeReturns() {
 	m := &w.peers
 	list := w.e.TakeReturns(nil)
@@ -316,7 +315,7 @@ func (w *world) takeReturns() {
 	}
 }
 
-// endLend has everything returned when nobody uses anything.
+// endLend has everything returned when nothing is in use.
 func (w *world) endLend() {
 	m := &w.peers
 	if m.loans == nil {
@@ -536,8 +535,8 @@ func TestForeignShortLoan(t *testing.T) {
 	}
 }
 
-// TestForeignRoom: what is leased is not evicted, what was unused for longest goes first, and
-// nobody has more than a share.
+// TestForeignRoom: what is leased is not evicted, what was unused for longest goes first, and no
+// owner has more than a share.
 func TestForeignRoom(t *testing.T) {
 	b := newBench(t, 10, 1, Config{ForeignSlots: 4, OwnerShare: 0.5, PromotingShare: 0.1})
 	a, c := numbered(1, 2), numbered(2, 4)

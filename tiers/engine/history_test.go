@@ -49,7 +49,7 @@ func (w *world) promote(s *modelSession) {
 	}
 	have := make([]uint16, (len(l.p)-first+ppc-1)/ppc)
 	tier := w.rng.IntN(len(s.space.tiers))
-	for page := range w.rng.IntN(len(l.p) + 1) { // somebody else has stored this
+	for page := range w.rng.IntN(len(l.p) + 1) { // another owner has stored this
 		s.space.tiers[tier][string(l.p.digests(page, page+1, size))] = true
 	}
 	for i := range have {
@@ -328,11 +328,11 @@ func (w *world) drop() {
 	}
 }
 
-// strict is a policy that holds its owner to what the interface says.
+// strict is a policy that holds its owner to the interface.
 type strict struct {
 	policy.Policy
 	notes map[uint32]bool // residents, and whether they are offered
-	slots map[uint32]int  // of the regions that it was told of
+	slots map[uint32]int  // of the regions that it was given
 }
 
 func (s *strict) must(ok bool, what string, ref uint32) {
@@ -409,7 +409,7 @@ func (s *strict) Victim() (uint32, bool) {
 	return ref, ok
 }
 
-// checkPolicies compares what the policies were told with what the engine holds.
+// checkPolicies compares what the policies were given with what the engine holds.
 func (w *world) checkPolicies() {
 	residents := 0
 	for _, p := range w.policies {

@@ -10,7 +10,7 @@ import (
 	"lookaside/tiers"
 )
 
-// The part of the random histories that is about followers: what they were told must come to what
+// The part of the random histories that is about followers: what they were sent must add up to what
 // can be found.
 
 // follower applies what a feed tells to sets of digests by space.
@@ -22,7 +22,7 @@ type follower struct {
 	told uint64
 }
 
-// apply takes in what comes next, and answers whether the follower is up to date.
+// apply applies what comes next, and reports whether the follower is up to date.
 func (x *follower) apply(maxPages int, check func(ev *Event)) (bool, error) {
 	b, buf, err := x.f.Next(maxPages, x.buf, nil)
 	x.buf = buf
@@ -125,7 +125,7 @@ func (w *world) checkEvent(x *follower, ev *Event) {
 	}
 }
 
-// catchUp reads to the end, and compares what was told with what is held.
+// catchUp reads to the end, and compares what was sent with what is held.
 func (w *world) catchUp(x *follower) {
 	for !w.apply(x, 64) {
 	}
@@ -286,7 +286,7 @@ func TestFollowRestored(t *testing.T) {
 	}
 }
 
-// TestFollowClosedSpaces: what is told of a space that has been closed since names it, however many
+// TestFollowClosedSpaces: what is sent of a space that has been closed since names it, however many
 // come and go.
 func TestFollowClosedSpaces(t *testing.T) {
 	b := newBench(t, 8, 1, Config{JournalBytes: minJournalBytes})

@@ -98,7 +98,7 @@ func dump(e *Engine) map[uint32][]Restored {
 	return out
 }
 
-// alike asks two engines, the second of which was told of the first one's slots, for the same
+// alike asks two engines, the second of which restored the first one's slots, for the same
 // prefixes.
 func alike(t *testing.T, seed uint64, rnd *rand.Rand, a, b *Engine, owners ...Owner) {
 	t.Helper()
@@ -112,7 +112,7 @@ func alike(t *testing.T, seed uint64, rnd *rand.Rand, a, b *Engine, owners ...Ow
 	}
 }
 
-// TestRestore: an engine that was told of the slots of another one answers as that one, and its
+// TestRestore: an engine that restored the slots of another one gives the same results, and its
 // books are in order.
 func TestRestore(t *testing.T) {
 	t.Parallel()
@@ -149,8 +149,8 @@ func TestRestore(t *testing.T) {
 	}
 }
 
-// TestRestoreKeepsOne: of what is redundant, told of twice or contradictory one is kept, and the
-// rest is free.
+// TestRestoreKeepsOne: of what is redundant, named twice or contradictory one is kept, and the rest
+// is free.
 func TestRestoreKeepsOne(t *testing.T) {
 	t.Parallel()
 	e := fixedEngine(t, 2, 8)
@@ -364,7 +364,7 @@ func TestRestoreClasses(t *testing.T) {
 	}
 }
 
-// TestCloseSpaceRestored: a space that chunks are to be restored of is in use, or they would be
+// TestCloseSpaceRestored: a space whose chunks will be restored is in use, or they would be
 // another's.
 func TestCloseSpaceRestored(t *testing.T) {
 	t.Parallel()
@@ -397,7 +397,7 @@ func TestCloseSpaceRestored(t *testing.T) {
 	}
 }
 
-// TestRemoveRegion: what a region held cannot be found at once, it goes when nobody uses it any
+// TestRemoveRegion: what a region held cannot be found at once, it goes when it is not in use any
 // more, and its number serves another.
 func TestRemoveRegion(t *testing.T) {
 	t.Parallel()

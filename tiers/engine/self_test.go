@@ -47,7 +47,7 @@ func line(pages int) (out []byte) {
 	return out
 }
 
-// keep ends all that waits for a tier, and answers how many pages each chunk had.
+// keep ends all that waits for a tier, and returns how many pages each chunk had.
 func keep(e *Engine, tier int, ok bool) (pages []int) {
 	items, _ := e.NextCascades(tier, 100, nil, nil)
 	for _, c := range items {
@@ -117,8 +117,8 @@ func TestSelf(t *testing.T) {
 	}
 }
 
-// TestGone: whatever becomes of a chunk, OnGone is told once it is out of the index, and again when
-// a cascade of it has ended.
+// TestGone: whatever becomes of a chunk, OnGone is called once it is out of the index, and again
+// when a cascade of it has ended.
 func TestGone(t *testing.T) {
 	t.Parallel()
 	gone := map[uint32]int{}
@@ -142,7 +142,7 @@ func TestGone(t *testing.T) {
 	}
 }
 
-// TestRecoveredSpaces: the spaces of what is restored are there for whoever opens them, and give
+// TestRecoveredSpaces: the spaces of what is restored are there for owners that open them, and give
 // way to others.
 func TestRecoveredSpaces(t *testing.T) {
 	t.Parallel()
@@ -201,7 +201,7 @@ func TestRecoveredSpaces(t *testing.T) {
 	if got := spaces(); string(got) != string([]byte{0, 1, 10}) {
 		t.Errorf("spaces %v", got)
 	}
-	openOwned(t, e, 11) // and of the one that nobody opened, with what it has
+	openOwned(t, e, 11) // and of the one that was not opened, with what it has
 	if got := spaces(); string(got) != string([]byte{0, 11, 10}) {
 		t.Errorf("spaces %v", got)
 	}

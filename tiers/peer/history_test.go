@@ -17,7 +17,7 @@ import (
 // history runs several sidecars against what must hold whatever happens: bytes that are lent are
 // those of their pages for as long as they are, also when their owner has ended; whoever asks is
 // answered soon, also beside lenders that do not answer; and when all is quiet each knows just what
-// the others hold, and nobody has anything of another's.
+// the others hold, and none has anything of another's.
 type history struct {
 	t      *testing.T
 	rnd    *rand.Rand
@@ -138,7 +138,7 @@ func (h *history) give(s *side, n int) {
 	h.loans[s] = l[n:]
 }
 
-// freeze has a sidecar answer nobody.
+// freeze stops a sidecar's replies.
 func (h *history) freeze(s *side) {
 	if h.frozen[s] != nil || len(h.frozen) > 1 {
 		return
@@ -174,7 +174,7 @@ func (h *history) moveDir() {
 		from, to = to, from
 	}
 	for err := os.ErrExist; err != nil; err = os.Rename(from, to) {
-		// somebody may just make it, or a socket in it
+		// another sidecar may just make it, or a socket in it
 		if h.away {
 			_ = os.RemoveAll(to)
 		}

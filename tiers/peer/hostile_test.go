@@ -16,7 +16,7 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// fakeLender is a socket in a directory, where somebody else than a Peers answers.
+// fakeLender is a socket in a directory, where the test answers in place of a Peers.
 type fakeLender struct {
 	t   *testing.T
 	gen uint64
@@ -147,7 +147,7 @@ func TestBrokenLenders(t *testing.T) {
 	} {
 		s := newSide(t, dir, "s", sideOptions{})
 		c = f.welcome()
-		// Others of the directory come, too: only s is told nonsense; they wait.
+		// Others of the directory come, too: only s is sent nonsense; they wait.
 		if st := s.p.Status(); st.Malformed != 0 {
 			t.Fatalf("%s: %+v", name, st)
 		}
@@ -250,7 +250,7 @@ func testBrokenGrants(t *testing.T, by string) {
 			if loans, pages, asked = s.ask(run(sp, hashes)); !asked {
 				t.Fatalf("%s: it is not asked", name)
 			}
-			err = wire.ErrMalformed // nobody is told
+			err = wire.ErrMalformed // ask returns no error
 		} else {
 			loans, pages, err = s.borrow(sp, hashes)
 		}
@@ -366,7 +366,7 @@ func (x *client) recv() []byte {
 	return b
 }
 
-// next takes one message in, and says what it was if it was no pages.
+// next receives one message, applies it if it has pages, and returns it.
 func (x *client) next() (wire.Type, []byte) {
 	x.t.Helper()
 	b := x.recv()
@@ -405,7 +405,7 @@ func (x *client) until(typ wire.Type) []byte {
 	}
 }
 
-// A borrower that does not read is told everything anew when it does, and nobody waits for it.
+// A borrower that does not read is sent everything anew when it does, and nothing waits for it.
 func TestBorrowerThatDoesNotRead(t *testing.T) {
 	dir := peerDir(t)
 	a := newSide(t, dir, "a", sideOptions{regions: 4, bytes: 16 << 20})
@@ -425,7 +425,7 @@ func TestBorrowerThatDoesNotRead(t *testing.T) {
 	for i := range 3000 {
 		last = prefix(append([]byte{byte(i), byte(i >> 8)}, stretch(2, 120)...)...)
 		o := a.open(sp)
-		res, _, err := a.e.PrepareStore(o, 0, nil, last, nil) // nobody reads the bytes
+		res, _, err := a.e.PrepareStore(o, 0, nil, last, nil) // the bytes are not read
 		check(t, err)
 		check(t, a.e.CommitStore(o, res.Store, nil))
 	}
@@ -563,7 +563,7 @@ func TestBrokenBorrowers(t *testing.T) {
 	x.send(&wire.PeerRelease{})
 	eventually(t, "its loan has ended", func() bool { return a.e.Stats().OpenLoans == loans-1 })
 	ends(t, x.conn)
-	// And one that says nothing at all.
+	// And one that sends nothing at all.
 	d, err := ipc.OpenPeerDir(dir)
 	check(t, err)
 	defer d.Close()

@@ -62,7 +62,7 @@ func TestBorrow(t *testing.T) {
 	}
 }
 
-// TestAsk: what one peer holds is asked for by one message, and who asks hears of it whatever
+// TestAsk: what one peer holds is asked for by one message, and the caller gets the result whatever
 // becomes of that peer.
 func TestAsk(t *testing.T) {
 	dir := peerDir(t)
@@ -83,7 +83,7 @@ func TestAsk(t *testing.T) {
 		}
 		check(t, c.verify(loans))
 	}
-	// What nobody holds all of is for Borrow, and so is what two hold together.
+	// What no peer holds all of is for Borrow, and so is what two hold together.
 	longer := prefix(append(stretch(1, 8), stretch(2, 4)...)...)
 	if _, _, asked := c.ask(run(sp, longer)); asked {
 		t.Fatal("it is asked for, and nobody has all of it")
@@ -161,7 +161,7 @@ func TestBadLoan(t *testing.T) {
 }
 
 // What a lender found on its device at its start is checked before it is lent: who asks for it
-// waits for that, and what is not as it should be is not there.
+// waits for that, and what is malformed counts as not there.
 func TestRestoredIsCheckedFirst(t *testing.T) {
 	const region, rotten, chunks = 9, 6, 8
 	dir := peerDir(t)
@@ -320,7 +320,7 @@ func TestEvictionLeavesLoans(t *testing.T) {
 	b.learns(sp, hashes, 0)
 }
 
-// A borrower's share bounds what it has; what is over that is somebody else's, or a miss.
+// A borrower's share bounds what it has; what is over that is not lent.
 func TestLoansAreLimited(t *testing.T) {
 	dir := peerDir(t)
 	sp := space("m", 4)
@@ -408,8 +408,8 @@ func TestRegionsComeAndGo(t *testing.T) {
 	}
 }
 
-// A borrower whose worker does not let go of a region delays nobody for longer than it may, and
-// keeps what it has.
+// A borrower whose worker does not unmap a region delays others no longer than it may, and keeps
+// what it has.
 func TestRegionIsKept(t *testing.T) {
 	dir := peerDir(t)
 	sp := space("m", 4)
@@ -462,7 +462,7 @@ func TestSpacesDoNotMeet(t *testing.T) {
 	if n := b.hinted(ours, hashes); n != 0 {
 		t.Errorf("%d pages of another space", n)
 	}
-	// Also whoever asks for it gets nothing of it.
+	// A borrower that asks for that space gets nothing of it.
 	b.p.hints.ask(b.p.peersBit(a.gen), ours.Fingerprint)
 	var words []byte
 	for i := range 8 {
@@ -522,7 +522,7 @@ func (p *Peers) peersBit(gen uint64) int {
 	return b.bit
 }
 
-// A space that nobody uses any more can be closed soon, though it was lent from.
+// A space that is not in use any more can be closed soon, though it was lent from.
 func TestLentSpaceCanBeClosed(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{})
@@ -600,7 +600,7 @@ func TestDirectories(t *testing.T) {
 			c.p.Group(), group)
 	}
 
-	// A socket that somebody removes is made again; those of the dead are removed.
+	// A socket that is removed is made again; those of the dead are removed.
 	check(t, os.Remove(socketOf(dir, a.gen)))
 	d := newSide(t, dir, "d", sideOptions{})
 	d.learns(sp, hashes, 8)
@@ -647,7 +647,7 @@ func TestBorrowFromTheMiddle(t *testing.T) {
 	b.giveBack(got, false)
 }
 
-// TestLeaveAtOnce: a sidecar that ends before it has said who it is says nothing else instead.
+// TestLeaveAtOnce: a sidecar that ends before its handshake sends nothing else instead.
 func TestLeaveAtOnce(t *testing.T) {
 	dir := peerDir(t)
 	a := newSide(t, dir, "a", sideOptions{})

@@ -159,7 +159,7 @@ type history struct {
 	ever   []stored
 	open   []open
 	next   uint64
-	checks []int // answers at the points where all complete configurations must agree
+	checks []int // results at the points where all complete configurations must agree
 }
 
 // prefix makes a prefix that begins like one of those before it.
@@ -176,7 +176,7 @@ func (h *history) prefix() tiertest.Prefix {
 	return prefix(h.rnd, max(len(base)+1, min(60, len(base)+1+h.rnd.IntN(24))), base...)
 }
 
-// there is how many pages of a prefix somebody has.
+// there is how many pages of a prefix a tier or a peer has.
 func (h *history) there(p tiertest.Prefix) int {
 	if h.lenders == nil {
 		return known(h.held, p)
@@ -262,7 +262,7 @@ func (h *history) lookup(o ...func(*Query)) {
 // checkpoint lets everything come to rest and compares a lookup with the model.
 func (h *history) checkpoint(p tiertest.Prefix) {
 	h.settleAll()
-	time.Sleep(2 * time.Second) // loads that nobody waits for
+	time.Sleep(2 * time.Second) // loads that no lookup waits for
 	if h.c.complete {
 		h.flush()
 	}
@@ -429,7 +429,7 @@ func (h *history) step() {
 	}
 }
 
-// lent says that chunks were borrowed, and copied where they are to be, if there are lenders and
+// lent reports that chunks were borrowed, and copied where they must be, if there are lenders and
 // enough steps to expect it. A few histories take longer to come to that.
 func (h *history) lent() bool {
 	if h.lenders == nil || *stepsFlag < 250 {
@@ -487,7 +487,7 @@ func TestHistories(t *testing.T) {
 	}
 }
 
-// One history of stores and checks gives the same answers in all configurations that lose nothing.
+// One history of stores and checks gives the same results in all configurations that lose nothing.
 func TestConfigurationsAgree(t *testing.T) {
 	seed := *seedFlag
 	if seed == 0 {

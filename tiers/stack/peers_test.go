@@ -46,7 +46,7 @@ type side struct {
 	// same memory
 	unmap   [][]byte
 	answers map[uint64]int
-	pending map[uint64]bool // who was told so
+	pending map[uint64]bool // those that were reported as pending
 	closed  bool
 }
 
@@ -54,7 +54,7 @@ type side struct {
 type aroundBorrow struct {
 	before, after, copy atomic.Pointer[func()]
 	askToo              atomic.Bool
-	// before what an Ask has brought is told
+	// before the result of an Ask is reported
 	heard atomic.Pointer[func()]
 	// what it goes through then
 	change atomic.Pointer[func(loans []engine.Loan) []engine.Loan]
@@ -331,7 +331,7 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	}
 }
 
-// hears waits until peers are said to hold pages [first, to) of a prefix, a whole number of chunks
+// hears waits until peers are known to hold pages [first, to) of a prefix, a whole number of chunks
 // but for the end, and can lend them.
 func (s *side) hears(p tiertest.Prefix, first, to int) {
 	s.t.Helper()
@@ -415,7 +415,7 @@ func (s *side) prepareLoad(lookup uint64, p tiertest.Prefix, first, n int) (*sid
 	return &sideLoad{handle, p, list}, nil
 }
 
-// check compares every byte of a load with what it is to be.
+// check compares every byte of a load with what it must be.
 func (s *side) check(l *sideLoad) error {
 	for _, x := range l.list {
 		mem := s.region.Bytes()
@@ -502,7 +502,7 @@ func TestPeers(t *testing.T) {
 				t.Fatal(n, done)
 			}
 			must(t, c.Cancel(scheduler, 4))
-			// Nobody asked the tiers, and nothing borrowed went there.
+			// The tiers were not asked, and nothing borrowed went there.
 			if st := c.Status()[0]; st.Loads+st.Stores != 0 {
 				t.Fatalf("%+v", st)
 			}
@@ -648,7 +648,7 @@ func TestPeersTrimmed(t *testing.T) {
 	must(t, a.Stack.engine.Release(worker, l.handle, nil))
 }
 
-// TestPeersLinger: what nobody uses goes back by itself.
+// TestPeersLinger: a loan that is not in use is returned by itself.
 func TestPeersLinger(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, sideOptions{}),
@@ -763,7 +763,7 @@ func TestPeerDies(t *testing.T) {
 	b.want(4, p, 0, 32, 6, "oo")
 }
 
-// goneSeen reports whether some call of Borrow under way has been told that its peer has gone.
+// goneSeen reports whether some call of Borrow under way has been notified that its peer has gone.
 func (s *side) goneSeen() bool {
 	s.Stack.mu.Lock()
 	defer s.unlockAndWake()
@@ -846,7 +846,7 @@ func TestAskFirst(t *testing.T) {
 	}
 	reads(32)
 	b.returns(a)
-	// So it is asked for the first pages of a lookup that nobody has all of, whole chunks and the
+	// So it is asked for the first pages of a lookup that no peer has all of, whole chunks and the
 	// part of one.
 	longer := append(slices.Clone(p[:29]), some(25, 20)...)
 	before = b.PeerStats()

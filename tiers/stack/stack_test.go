@@ -128,7 +128,7 @@ func TestLookupAllocatesNothing(t *testing.T) {
 	}
 }
 
-// nothing is a local tier that says that it holds nothing.
+// nothing is a local tier that reports that it holds nothing.
 type nothing struct {
 	tiers.Tier
 	asked atomic.Int64
@@ -203,7 +203,7 @@ func TestNextTierIsTried(t *testing.T) {
 	}
 }
 
-// A chunk that nobody can give ends the hit before it, and what comes after is let go.
+// A chunk that cannot be loaded ends the hit before it, and what comes after is released.
 func TestHitEndsBeforeFailure(t *testing.T) {
 	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 1 << 20}},
 		config: func(c *Config) { c.Tiers[0].Batch = 2 }}, func(t *testing.T, r *rig) {
@@ -275,7 +275,7 @@ func TestDeadline(t *testing.T) {
 			t.Errorf("%+v", st)
 		}
 	})
-	// A tier that says nothing in time has nothing.
+	// A tier that does not return in time counts as empty.
 	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: time.Hour}}},
 		func(t *testing.T, r *rig) {
 			p := prefix(rand.New(rand.NewPCG(1, 1)), 32)
@@ -359,7 +359,7 @@ func TestEndsInEveryPhase(t *testing.T) {
 	}
 }
 
-// Trimming all of a lookup ends it, and what nobody wants is not loaded.
+// Trimming all of a lookup ends it, and what no lookup waits for is not loaded.
 func TestTrimStopsLoads(t *testing.T) {
 	inBubble(t, rigOptions{
 		tiers:  []tiertest.MemoryOptions{{Local: true, BytesPerSec: 100 * slotBytes}},
@@ -392,7 +392,7 @@ func TestTrimStopsLoads(t *testing.T) {
 	})
 }
 
-// A tier that fails is off, says so, is not asked, is tried again, and comes back.
+// A tier that fails is off, reports that, is not asked, is tried again, and comes back.
 func TestBreaker(t *testing.T) {
 	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}},
 		func(t *testing.T, r *rig) {
@@ -570,7 +570,7 @@ func TestLoadOrRecompute(t *testing.T) {
 }
 
 // TestLongLookupsTakeTurns: owners with long lookups take turns, one that asks for many at once
-// makes no other wait for all of them, and nobody with a short one waits at all.
+// makes no other wait for all of them, and a short one does not wait at all.
 func TestLongLookupsTakeTurns(t *testing.T) {
 	const other = engine.Owner(3)
 	inBubble(t, rigOptions{slots: 64, config: func(c *Config) { c.LongChunks = 2 }},
@@ -592,7 +592,7 @@ func TestLongLookupsTakeTurns(t *testing.T) {
 				}
 				return pages, done
 			}
-			r.callers.Add(1) // the walker waits for whoever asks
+			r.callers.Add(1) // the walker waits for callers
 			for i := range uint64(4) {
 				if pages, done := ask(scheduler, 10+i, len(p)); done || pages != 2*ppc {
 					t.Fatalf("lookup %d: %d pages at once, done %v", i, pages, done)
