@@ -185,8 +185,9 @@ class Ranks:
         return output
 
     def forward(self, batch: Batch, rank: int) -> None:
-        loads = self.roles[rank]._worker.loads
-        invalid = loads._invalid_blocks.union(*(each.spec.block_ids for each in loads._in_step))
+        worker = self.roles[rank]._worker
+        in_step = (each.spec.block_ids for each in worker.loads._in_step)
+        invalid = worker.reports._invalid_blocks.union(*in_step)
         for request_id, count in batch.scheduled.num_scheduled_tokens.items():
             before = batch.before[request_id]
             if batch.scheduled.has_sync_kv_loads and invalid & set(batch.tables[request_id][0]):
@@ -444,12 +445,12 @@ def test_no_step_that_computes_waits_for_a_load(engines, monkeypatch, workers, i
     engine.forget_local()
     role = engine.workers.roles[0]._worker
     slow = role.link.copies = SlowCopies(role.link.copies)
-    monkeypatch.setattr("lookaside.worker.loads._IDLE_STEP_PATIENCE_S", 0.01)
+    monkeypatch.setattr("lookaside.worker.reports._IDLE_STEP_PATIENCE_S", 0.01)
     waited: list[int] = []  # tokens computed in steps that waited
-    step, wait_for = engine.workers.step, role.loads._ended.wait_for
+    step, wait_for = engine.workers.step, role.reports._ended.wait_for
 
     def noted(batch: Batch, rank: int) -> KVConnectorOutput:
-        role.loads._ended.wait_for = lambda *arguments: (
+        role.reports._ended.wait_for = lambda *arguments: (
             waited.append(batch.scheduled.total_num_scheduled_tokens),
             wait_for(*arguments),
         )
@@ -462,7 +463,7 @@ def test_no_step_that_computes_waits_for_a_load(engines, monkeypatch, workers, i
     until(lambda: engine.step() and slow.tickets)
     before = len(engine.outputs[decoding])
     until(lambda: engine.step() and len(engine.outputs[decoding]) >= before + 10)
-    assert role.loads._out and not waited, "a step that decodes waited for a load"
+    assert role.reports._out and not waited, "a step that decodes waited for a load"
     engine.abort(decoding)
     until(lambda: engine.step() and len(waited) >= 3)
     assert not any(waited)

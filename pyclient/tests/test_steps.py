@@ -131,7 +131,7 @@ def outlast_loads(engine: Engine) -> None:
 
     def long_forward(batch: Batch, rank: int) -> None:
         if any(not load.in_step for load in batch.meta.loads):
-            until(lambda: engine.workers.roles[rank]._worker.loads._received)
+            until(lambda: engine.workers.roles[rank]._worker.reports._received)
         forward(batch, rank)
 
     engine.workers.forward = long_forward  # type: ignore[method-assign]

@@ -634,9 +634,9 @@ def test_each_request_is_received_once_whatever_happens(
     check()
     assert sorted(stand.received) == sorted(ordered)
     assert (
-        not stand.worker.loads._out
-        and not stand.worker.loads._failed
-        and not stand.worker.loads._aborted
+        not stand.worker.reports._out
+        and not stand.worker.reports._failed
+        and not stand.worker.reports._aborted
     )
 
 
@@ -698,7 +698,7 @@ def test_load_that_is_shorter_than_the_forward_is_reported_in_its_step(
     os.pwrite(peer.regions[0], b"\xff" * BLOCKS * PAGE, 0)
     grant_load(peer, (0, 1, 0, 0))
     meta = LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])])
-    stand.step(meta, forward=lambda: until(lambda: stand.worker.loads._received))
+    stand.step(meta, forward=lambda: until(lambda: stand.worker.reports._received))
     assert stand.received == ["r"] and not stand.invalid
     assert page(stand.cache, 5) == b"\xff" * PAGE
 
@@ -707,7 +707,7 @@ def test_step_without_a_forward_waits_for_a_load(
     stand: Stand, peer: Peer, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Instead of being asked again at once; one with a forward has waited enough."""
-    monkeypatch.setattr("lookaside.worker.loads._IDLE_STEP_PATIENCE_S", 30.0)
+    monkeypatch.setattr("lookaside.worker.reports._IDLE_STEP_PATIENCE_S", 30.0)
     grant_load(peer, (0, 1, 0, 0))
     stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])]))
     until(lambda: slow.tickets)
@@ -1209,9 +1209,9 @@ def test_a_failed_load_fails_its_request_and_no_block(
     assert not hybrid.invalid and hybrid.failed == {"a": 1}
     # A request that was aborted meanwhile is only received.
     hybrid.step(LookasideMetadata(loads=[load_spec("b", ((1, 1),), 0, [5, 0, 6, 2])], aborted=[]))
-    with hybrid.worker.loads._lock:
-        hybrid.worker.loads._aborted.update(
-            each for each in ["b"] if each in hybrid.worker.loads._out
+    with hybrid.worker.reports._lock:
+        hybrid.worker.reports._aborted.update(
+            each for each in ["b"] if each in hybrid.worker.reports._out
         )
     until(lambda: hybrid.step() or "b" in hybrid.received)
     assert not hybrid.invalid

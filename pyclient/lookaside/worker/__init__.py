@@ -5,7 +5,8 @@ role.py       the calls that vLLM makes; it only wires the parts below together
 link.py       the session with this rank's sidecar, and the memory that it gives
 pages.py      the blocks and bytes of pages: arithmetic alone
 saves.py      from the order to save pages to its acknowledgement
-loads.py      from the order to load pages to its report, on a thread of its own
+loads.py      from the order to load pages to the end of its copy, on a thread of its own
+reports.py    what became of loads, until vLLM asks
 forwards.py   how long a step's forward takes
 ============  ======================================================================
 
@@ -14,7 +15,8 @@ One step, on the worker's main thread:
 1. bind_connector_metadata takes over the leases of the step's loads (PrepareLoad) and hands them to
    the loader thread, which copies as soon as the grants are in. Then it asks for room
    (PrepareStore) for the step's saves. All of this runs beside the forward.
-2. start_load_kv does nothing: vLLM calls it after the forward, and no copy has to wait for that.
+2. start_load_kv carries out the loads within the step (docs/in-step.md), before the forward. It
+   does nothing for the others: vLLM may call it after the forward, and no copy waits for that.
 3. wait_for_save collects the room, waiting a little for it at most, and copies. On a CPU the copy
    is over when it returns. On CUDA the copy is queued behind the forward, and the scheduler keeps
    the blocks until build_connector_worker_meta names the save.

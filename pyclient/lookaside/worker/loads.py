@@ -1,7 +1,4 @@
-"""From the order to load pages to its report, on a thread of its own.
-
-Locks: Loads._lock guards what the threads share, marked so, and is held for bookkeeping only.
-"""
+"""From the order to load pages to the end of its copy, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,11 +22,10 @@ from lookaside.regions import Hold
 from lookaside.session import Session
 from lookaside.stats import Collector
 from lookaside.worker.link import Link, Live
+from lookaside.worker.reports import Reports
 
 # The sidecar answers PrepareLoad from memory; this is generous for a busy machine.
 _GRANT_PATIENCE_S = 0.5
-# How long a step without a forward waits for a load; new requests wait as long.
-_IDLE_STEP_PATIENCE_S = 0.005
 # How long all loads within a step wait for their grants: everybody in the batch waits with them.
 _IN_STEP_PATIENCE_S = 0.02
 # How often the loader looks at several things that are out at once.
@@ -64,7 +60,7 @@ class _Load:
 
 
 class Loads:
-    """Takes over leases, copies pages in, and reports. See the package's comment."""
+    """Takes over leases and copies pages in. See the package's comment."""
 
     def __init__(
         self,
@@ -72,30 +68,17 @@ class Loads:
         link: Link,
         stats: Collector,
         log: RateLimitedLog,
-        whole_failures: bool,
+        reports: Reports,
     ) -> None:
-        """whole_failures: a load that fails is reported as failed as a whole, not by its blocks."""
         self.config = config
         self._link = link
         self._stats = stats
         self._log = log
-        self._whole_failures = whole_failures
+        self._reports = reports
         self.rank = 0
         self._in_step: list[_Load] = []  # to be loaded before this step's forward
         self._thread: threading.Thread | None = None
         self._queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
-
-        self._lock = threading.Lock()
-        self._ended = threading.Condition(self._lock)
-        # Guarded by _lock.
-        self._out: dict[str, int] = {}  # request -> loads of it that are out
-        self._failed: set[str] = set()  # of these requests, those that cannot succeed any more
-        self._aborted: set[str] = set()
-        self._received: set[str] = set()
-        self._invalid_blocks: set[int] = set()
-        self._failed_requests: set[str] = set()  # received, but failed as a whole
-        self._failures: dict[str, int] = {}
-        self._copied: dict[str, tuple[int, float]] = {}
 
     def run(self) -> None:
         """Start the loader's thread. Call once."""
@@ -110,20 +93,8 @@ class Loads:
 
     # ---- orders, on the main thread ----
 
-    def expect(self, specs: Iterable[LoadSpec], aborted: Iterable[str]) -> None:
-        """Count a step's loads before the first of them is ordered.
-
-        Otherwise one that fails at once would be taken for the last of its request.
-        """
-        with self._lock:
-            for spec in specs:
-                if spec.in_step:
-                    continue
-                self._out[spec.request_id] = self._out.get(spec.request_id, 0) + 1
-            self._aborted.update(request for request in aborted if request in self._out)
-
     def order(self, spec: LoadSpec, after: object) -> None:
-        """Begin a load that expect has counted: take over its leases, and have the loader copy.
+        """Begin a load that Reports.expect has counted: take over its leases, have the loader copy.
 
         after is a mark of the copies. Whatever happens, the load is reported in the end. One within
         the step is copied by load_now.
@@ -164,7 +135,7 @@ class Loads:
             else:
                 self._queue.put(load)
         except Exception as error:
-            self._report(spec, str(error))
+            self._reports.add(spec, str(error))
 
     def load_now(self) -> None:
         """Carry out the loads of this step that its forward needs."""
@@ -186,100 +157,13 @@ class Loads:
             if isinstance(reply, wire.LoadGrant):
                 load.load = reply.load
             self._release(load)
-            self._report(load.spec, "vLLM did not ask for it before the forward")
+            self._reports.add(load.spec, "vLLM did not ask for it before the forward")
 
     @staticmethod
     def _release_late(session: Session, session_id: int, reply: object) -> None:
         """Give back leases that came too late."""
         if isinstance(reply, wire.LoadGrant) and reply.load:
             session.send(wire.Release(reply.load), session_id)
-
-    # ---- reports ----
-
-    def take_received(self, idle: bool) -> set[str]:
-        """Return the requests whose loads have ended since the last call.
-
-        idle: the step computes nothing, so wait a little for one to end.
-        """
-        with self._lock:
-            if idle and self._out:
-                self._ended.wait_for(lambda: self._received, _IDLE_STEP_PATIENCE_S)
-            received, self._received = self._received, set()
-        return received
-
-    def take_failed_requests(self, received: set[str]) -> set[str]:
-        """Return which of these requests, just taken as received, failed as a whole."""
-        with self._lock:
-            failed = self._failed_requests & received
-            self._failed_requests -= failed
-        return failed
-
-    def take_invalid_blocks(self) -> set[int]:
-        """Return the blocks that loads should have filled and did not, since the last call."""
-        with self._lock:
-            invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return invalid
-
-    def take_failures(self) -> dict[str, int]:
-        """Return the requests that could not be loaded since the last call, as the metadata has
-        them."""
-        with self._lock:
-            failures, self._failures = self._failures, {}
-        return failures
-
-    def take_copies(self) -> dict[str, tuple[int, float]]:
-        """Return the pages copied since the last call, and how long that took, by request."""
-        with self._lock:
-            copied, self._copied = self._copied, {}
-        return copied
-
-    def _report_in_step(self, spec: LoadSpec, error: str | None) -> None:
-        """Record how a load within the step ended: vLLM must not be told that it was received."""
-        if error is None:
-            self._stats.add("loads")
-            self._stats.add("loads_in_step")
-            return
-        with self._lock:
-            self._invalid_blocks.update(block for block in spec.block_ids if block)
-            self._failures[spec.request_id] = 1
-        self._stats.add("load_failures")
-        self._log.warning("load", "a prefix could not be loaded; vLLM computes it: %s", error)
-
-    def _report(self, spec: LoadSpec, error: str | None) -> None:
-        """Record how a load ended, once no byte of it moves any more. Any thread."""
-        if spec.in_step:
-            self._report_in_step(spec, error)
-            return
-        with self._lock:
-            aborted = spec.request_id in self._aborted
-            if error is not None:
-                self._failed.add(spec.request_id)
-                if not (aborted or self._whole_failures):
-                    # Before the request counts as received, or vLLM would use them.
-                    self._invalid_blocks.update(block for block in spec.block_ids if block)
-            left = self._out.get(spec.request_id, 1) - 1
-            if left:
-                self._out[spec.request_id] = left
-            else:
-                self._receive(spec.request_id, aborted)
-        if error is None:
-            self._stats.add("loads")
-        elif not aborted:
-            self._stats.add("load_failures")
-            self._log.warning("load", "a prefix could not be loaded; vLLM computes it: %s", error)
-
-    def _receive(self, request_id: str, aborted: bool) -> None:
-        """Note that all loads of a request have ended. The lock is held."""
-        self._out.pop(request_id, None)
-        self._aborted.discard(request_id)
-        self._received.add(request_id)
-        self._ended.notify()
-        if request_id in self._failed:
-            self._failed.discard(request_id)
-            if not aborted:
-                self._failures[request_id] = 1
-                if self._whole_failures:
-                    self._failed_requests.add(request_id)
 
     # ---- the loader's thread ----
 
@@ -350,9 +234,8 @@ class Loads:
             load.load = reply.load
             if reply.names != load.spec.names:
                 raise RegionError("the sidecar granted other pages than were ordered")
-            with self._lock:
-                if load.spec.request_id in self._aborted:
-                    raise RegionError("aborted")
+            if self._reports.is_aborted(load.spec.request_id):
+                raise RegionError("aborted")
             load.hold = load.live.regions.acquire()
             if load.hold is None:
                 raise RegionError("the session was lost")
@@ -369,7 +252,7 @@ class Loads:
             if load.hold is not None:
                 load.hold.release()
             self._release(load)
-            self._report(load.spec, str(error))
+            self._reports.add(load.spec, str(error))
             return False
 
     def _sources(
@@ -412,13 +295,12 @@ class Loads:
             self._release(load, load.ticket.faults)
             if error is None:
                 pages = len(self._link.pages.rows(load.spec.block_ids))
-                with self._lock:
-                    self._copied[load.spec.request_id] = (pages, now - load.begun)
+                self._reports.note_copy(load.spec.request_id, pages, now - load.begun)
                 self._stats.add("load_bytes", load.size)
                 self._stats.observe("load_seconds", time.monotonic() - load.since)
         except Exception as fault:
             error = error or str(fault)
-        self._report(load.spec, error)
+        self._reports.add(load.spec, error)
 
     def _release(self, load: _Load, faults: Collection[int] = ()) -> None:
         """Give the leases back. What lies at the addresses of faults is bad for good."""

@@ -24,6 +24,7 @@ from lookaside.worker.forwards import Forwards
 from lookaside.worker.link import Link
 from lookaside.worker.loads import Loads
 from lookaside.worker.pages import Pages
+from lookaside.worker.reports import Reports
 from lookaside.worker.saves import Saves
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class WorkerConnector:
         log = RateLimitedLog(logger)
         self.link = Link(stats, log)
         self.saves = Saves(config, self.link, stats, log)
-        self.loads = Loads(config, self.link, stats, log, space.is_hybrid(kv_cache_config))
+        self.reports = Reports(stats, log, space.is_hybrid(kv_cache_config))
+        self.loads = Loads(config, self.link, stats, log, self.reports)
         self.forwards = Forwards()
         self._idle_step = False  # nothing is computed in this step
 
@@ -199,7 +201,7 @@ class WorkerConnector:
         """Begin the step's loads, and send its other questions to the sidecar."""
         if not isinstance(metadata, LookasideMetadata):
             return
-        self.loads.expect(metadata.loads, metadata.aborted)
+        self.reports.expect(metadata.loads, metadata.aborted)
         self._idle_step = metadata.idle
         if metadata.loads:
             self._order_loads(metadata.loads)
@@ -238,24 +240,24 @@ class WorkerConnector:
         Nothing is ever reported as sent: blocks are kept by pinning instead.
         """
         idle, self._idle_step = self._idle_step, False
-        return None, self.loads.take_received(idle) or None
+        return None, self.reports.take_received(idle) or None
 
     def failed_requests(self, received: set[str]) -> set[str]:
         """Return which of the requests that get_finished has just returned vLLM shall start over
         with."""
-        return self.loads.take_failed_requests(received)
+        return self.reports.take_failed_requests(received)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that loads should have filled and did not, since the last call."""
-        return self.loads.take_invalid_blocks()
+        return self.reports.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> LookasideWorkerMetadata | None:
         """Return the saves and timed forwards that are over and the loads that failed, since the
         last call."""
         self.saves.finish()
-        failures = self.loads.take_failures()
+        failures = self.reports.take_failures()
         meta = LookasideWorkerMetadata(
-            self.saves.take_done(), failures, self.forwards.take(), self.loads.take_copies()
+            self.saves.take_done(), failures, self.forwards.take(), self.reports.take_copies()
         )
         return None if meta.is_empty() else meta
 
