@@ -119,12 +119,11 @@ func Run(ctx context.Context, o Options, log *zap.Logger) (f Figures, err error)
 func config(dir, data string, o Options, chunks int64) (settings.Config, error) {
 	chunkBytes := o.PageBytes * int64(o.PagesPerChunk)
 	bytes := chunks * chunkBytes
-	limit := bytes + 2*chunkBytes + 64<<20
+	limit := 2*bytes + 4*chunkBytes + 64<<20 // promotions fill at most half of it
 	return settings.Parse("bench", fmt.Appendf(nil, `
 runtime: {dir: %q}
 arena: {limit: %d, initial: %d}
 lookup: {max_pages: %d, promote: always, deadline: 1m}
-promotion: {share: 1}
 sessions: {share: 1}
 tiers:
   - kind: disk
