@@ -38,6 +38,8 @@ type side struct {
 	mem    []*tiertest.Memory
 	around aroundBorrow
 
+	hearing sync.RWMutex // read-locked while a peer's reply is handled
+
 	mu     sync.Mutex
 	mapped map[uint32]*foreignRegion // by the id that our workers know
 	ids    map[[2]uint64]uint32      // by peer and its id
@@ -161,6 +163,8 @@ func (s *side) close() {
 	s.RemoveOwner(worker)
 	s.RemoveOwner(scheduler)
 	s.Stack.Close()
+	// A reply ends its request before it is done with the Stack.
+	s.hearing.Lock()
 	if n := s.engine.Stats(); n.ForeignUsed+n.ForeignLeased+n.ForeignPages+n.Promoting != 0 {
 		s.t.Errorf("left behind: %+v", n)
 	}
@@ -171,6 +175,7 @@ func (s *side) close() {
 		s.t.Errorf("left behind: %d loads, %d calls with %d, %d quiet lookups", len(s.loads),
 			len(s.borrowings), s.unlisted, s.quiet)
 	}
+	s.hearing.Unlock()
 	if err := s.peers.Close(); err != nil {
 		s.t.Error(err)
 	}
@@ -221,6 +226,8 @@ func (s *side) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool
 	heard := make(chan struct{})
 	early := s.around.early.Load()
 	asked := s.peers.Ask(run, peer, func(loans []engine.Loan) {
+		s.hearing.RLock()
+		defer s.hearing.RUnlock()
 		s.mu.Lock()
 		for i := range loans {
 			loans[i].Region = s.ids[[2]uint64{loans[i].Peer, uint64(loans[i].Region)}]
