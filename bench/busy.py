@@ -32,7 +32,7 @@ Cases, with N for the number of decoding requests:
 The limit of each is the same round's on the server without the connector; of a hit, the same prompt
 in vLLM's own cache. Ratios of times should be low, those of streams.N and alone.N high.
 
-ROUNDS=2 in the environment, or --rounds 2, makes a quick run. The default takes about 11 minutes
+ROUNDS=2 in the environment, or --rounds 2, makes a quick run. The default takes about 13 minutes
 on two cores.
 """
 
