@@ -75,8 +75,7 @@ class Reports:
         if error is None:
             self._stats.add("loads")
         elif not aborted:
-            self._stats.add("load_failures")
-            self._log.warning("load", "a prefix could not be loaded; vLLM computes it: %s", error)
+            self._note_failure(error)
 
     def _add_in_step(self, spec: LoadSpec, error: str | None) -> None:
         """Record how a load within the step ended: vLLM must not be told that it was received."""
@@ -87,6 +86,10 @@ class Reports:
         with self._lock:
             self._invalid_blocks.update(block for block in spec.block_ids if block)
             self._failures[spec.request_id] = 1
+        self._note_failure(error)
+
+    def _note_failure(self, error: str) -> None:
+        """Count and log a load that failed."""
         self._stats.add("load_failures")
         self._log.warning("load", "a prefix could not be loaded; vLLM computes it: %s", error)
 
