@@ -83,6 +83,9 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 	c.free += slots
 	e.records += slots * r.ppc
 	e.relimit()
+	if e.cfg.OnCarve != nil && !r.foreign {
+		e.cfg.OnCarve(r.piece())
+	}
 	return nil
 }
 
@@ -143,6 +146,9 @@ func (e *Engine) uncarve(r *region) {
 	c.policy.Shrink(r.num)
 	e.records -= len(r.slots) * r.ppc
 	e.trash = append(e.trash, r.mem)
+	if e.cfg.OnUncarve != nil && !r.foreign {
+		e.cfg.OnUncarve(r.num)
+	}
 	gen := r.firstGen
 	for i := range r.slots[:r.fresh] {
 		gen = max(gen, r.slots[i].gen)

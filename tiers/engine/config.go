@@ -19,6 +19,7 @@ type Work int
 const (
 	WorkReturns Work = -1 - iota // loans wait to be returned to peers; see TakeReturns
 	WorkCopies                   // chunks wait to be copied from peers; see NextCopy
+	WorkKeep                     // chunks wait to be written down; see NextUnkept
 )
 
 // Config configures an engine. Zero fields take the stated default.
@@ -60,12 +61,20 @@ type Config struct {
 	// PromotingShare is the part of the slots of a geometry that may be loading from a tier at one
 	// time. At least one slot is always allowed. Default 0.5, at most 1.
 	PromotingShare float64
-	// OnGone, if given, is called with the region and number of a slot whose content is gone: when
-	// the content leaves the index, when a cascade of it ends after that, and when the slot becomes
-	// Free, whatever the reason. After a call, anything already written for the slot describes
-	// content that no longer exists. It is called under the engine's lock, so it must be quick and
-	// must not call the engine. Default: none.
-	OnGone func(region, slot uint32)
+	// OnGone, if given, is called with the region, the piece and the number in that of a slot whose
+	// content is gone: when the content leaves the index, when a cascade of it ends after that, and
+	// when the slot becomes Free, whatever the reason. After a call, anything already written for
+	// the slot describes content that no longer exists. It is called under the engine's lock, so it
+	// must be quick and must not call the engine. Default: none.
+	OnGone func(region, piece, slot uint32)
+	// OnCarve, if given, is called when there is a new piece, before the first of its slots is
+	// granted; OnUncarve when a piece is gone, and its number may be another's. All its slots are
+	// free then, and were named to OnGone. Both are called under the engine's lock, as OnGone. The
+	// slots that stand for what peers lend are in no piece. Default: none.
+	OnCarve   func(p Piece)
+	OnUncarve func(piece uint32)
+	// Keep makes the engine queue new chunks for NextUnkept. A chunk takes 8 bytes while it waits.
+	Keep bool
 	// Sums makes the engine keep a checksum of each chunk, for a patrol of the arena; see
 	// NextUnsummed. It takes 16 bytes a slot.
 	Sums bool

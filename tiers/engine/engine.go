@@ -44,7 +44,8 @@ type Engine struct {
 	lent    lent
 	// unverified counts the slots that are, and is read without the lock.
 	unverified atomic.Int64
-	unsummed   unsummed
+	unsummed   recent
+	unkept     unkept
 
 	cascades cascades
 	mover    owner // of the leases on what is moved or copied

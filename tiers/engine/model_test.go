@@ -250,7 +250,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	}
 	cfg.ForeignSlots, cfg.CopyAfter = w.startPeers()
 	cfg.Sums = w.chance(2)
-	cfg.OnGone = func(region, slot uint32) {
+	cfg.OnGone = func(region, _, slot uint32) {
 		if w.arena[region] == nil {
 			w.fatal("slot %d of region %d is gone", slot, region)
 		}

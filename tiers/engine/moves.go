@@ -217,6 +217,7 @@ func (e *Engine) relocate(from, to uint32) {
 	if e.journal.walks > 0 {
 		e.note(PagesStored, to, 0, int(s.pages))
 	}
+	e.came(to)
 
 	c := r.class
 	c.policy.Copy(from, to)

@@ -14,41 +14,6 @@ type chunkSum struct {
 	pages uint16 // 0: there is none
 }
 
-// unsummed are slots that may have no checksum: those that have become ready, or grown, of late. It
-// is a ring, so that a burst costs nothing but that the walk finds the rest.
-type unsummed struct {
-	ring []uint64 // handles
-	head int
-	n    int
-}
-
-// maxUnsummed bounds the ring.
-const maxUnsummed = 1 << 16
-
-func (u *unsummed) push(handle uint64) {
-	if u.n == len(u.ring) {
-		if u.n == maxUnsummed {
-			u.head = (u.head + 1) % u.n // the oldest
-			u.n--
-		} else {
-			bigger := make([]uint64, max(64, 2*u.n))
-			for i := range u.n {
-				bigger[i] = u.ring[(u.head+i)%u.n]
-			}
-			u.ring, u.head = bigger, 0
-		}
-	}
-	u.ring[(u.head+u.n)%len(u.ring)] = handle
-	u.n++
-}
-
-// unsum remembers that a ready slot has pages without a checksum.
-func (e *Engine) unsum(ref uint32) {
-	if r, s := e.slot(ref); r.sums != nil {
-		e.unsummed.push(verifyHandle(ref, s))
-	}
-}
-
 // patrolled resolves a handle of something that may be read: held, and verified if it was restored.
 func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
 	if ref, s = e.verifying(handle); s == nil || s.unverified() {
@@ -62,10 +27,9 @@ func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
 func (e *Engine) NextUnsummed(buf []byte) (Verification, []byte, bool) {
 	e.mu.Lock()
 	defer e.unlock()
-	for u := &e.unsummed; u.n > 0; {
-		handle := u.ring[u.head]
-		u.head, u.n = (u.head+1)%len(u.ring), u.n-1
-		if ref, r, s := e.patrolled(handle); s != nil && r.sums[ref&recordMask].of(s) == 0 {
+	for e.unsummed.n > 0 {
+		if ref, r, s := e.patrolled(e.unsummed.pop()); s != nil &&
+			r.sums[ref&recordMask].of(s) == 0 {
 			v, buf := e.verification(ref, buf[:0])
 			return v, buf, true
 		}

@@ -137,12 +137,12 @@ func TestPatrol(t *testing.T) {
 }
 
 // More come than the ring has room for: the oldest are left to the walk.
-func TestUnsummedIsBounded(t *testing.T) {
-	var u unsummed
-	for i := range uint64(maxUnsummed + 10) {
+func TestRecentIsBounded(t *testing.T) {
+	var u recent
+	for i := range uint64(maxRecent + 10) {
 		u.push(i)
 	}
-	if u.n != maxUnsummed || len(u.ring) != maxUnsummed || u.ring[u.head] != 10 {
+	if u.n != maxRecent || len(u.ring) != maxRecent || u.ring[u.head] != 10 {
 		t.Fatalf("%d of %d, the first is %d", u.n, len(u.ring), u.ring[u.head])
 	}
 }

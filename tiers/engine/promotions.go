@@ -492,6 +492,7 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 		return
 	}
 	e.register(ref)
+	e.came(ref)
 	if !r.foreign {
 		e.stats.PromotedPages += uint64(pages)
 		e.admitPromoted(ref, fromTier)

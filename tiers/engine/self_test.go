@@ -122,7 +122,7 @@ func TestSelf(t *testing.T) {
 func TestGone(t *testing.T) {
 	t.Parallel()
 	gone := map[uint32]int{}
-	e := keptEngine(t, Config{OnGone: func(_, slot uint32) { gone[slot]++ }})
+	e := keptEngine(t, Config{OnGone: func(_, _, slot uint32) { gone[slot]++ }})
 	id := openOwned(t, e, 1)
 	o := Owner(id)
 	storeAll(t, e, o, 0, nil, line(4))

@@ -188,7 +188,6 @@ func (e *Engine) register(ref uint32) {
 	}
 	r.class.policy.Enter(ref, sp.key(r.digest(ref&recordMask, pos)), e.heldParent(ref))
 	s.stamp, r.lastUse = e.tick, e.tick
-	e.unsum(ref)
 }
 
 // pin takes a lease on a ready slot. The policy learns of the use when the lease ends: the slot
@@ -276,7 +275,8 @@ func (e *Engine) leave(ref uint32, evicted bool) {
 // gone reports to Config.OnGone that what a slot holds has left the index for good.
 func (e *Engine) gone(ref uint32) {
 	if e.cfg.OnGone != nil && !e.isForeign(ref) {
-		e.cfg.OnGone(e.regions[ref>>recordBits].id, ref&recordMask)
+		r := e.regions[ref>>recordBits]
+		e.cfg.OnGone(r.id, r.num, ref&recordMask)
 	}
 }
 

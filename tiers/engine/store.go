@@ -458,6 +458,7 @@ func (e *Engine) publish(ref uint32, before []byte) bool {
 		}
 	}
 	e.register(ref)
+	e.came(ref)
 	return true
 }
 
@@ -516,7 +517,7 @@ func (e *Engine) finishExtension(ref uint32, ok bool) {
 		s.stamp, r.lastUse = e.tick, e.tick
 		r.class.policy.Use(ref)
 		e.grown(ref)
-		e.unsum(ref)
+		e.came(ref)
 	}
 	if s.idle() {
 		r.unlease()

@@ -1,13 +1,17 @@
 package engine
 
-// Verification is a restored chunk whose bytes must be checked before they are read.
+// Verification is a chunk whose bytes are to be read as they are: to check them, as those of a
+// restored one, or to make their checksums.
 type Verification struct {
-	Handle uint64 // for EndVerify: names slot and generation
+	Handle uint64 // for EndVerify and Publish: names slot and generation
 	Space  SpaceID
 	Region uint32
+	Piece  uint32
+	Slot   uint32 // its number in the piece
 	Offset uint64 // bytes, of its first page
 	First  int    // index of its first page
 	Pages  int
+	Prev   []byte // digest of the page before; empty if there is none, or it is not known
 	Hashes []byte // digests of the pages, end to end
 }
 
@@ -103,15 +107,11 @@ func (e *Engine) NextVerify(o Owner, firstPage int, hashes, buf []byte,
 func (e *Engine) verification(ref uint32, buf []byte) (Verification, []byte) {
 	r, s := e.slot(ref)
 	v := Verification{
-		Handle: verifyHandle(ref, s), Space: SpaceID(s.space), Region: r.id,
-		Offset: r.offset(ref, 0), First: int(s.chunk) * r.ppc, Pages: int(s.pages),
+		Handle: verifyHandle(ref, s), Space: SpaceID(s.space), Region: r.id, Piece: r.num,
+		Slot: ref & recordMask, Offset: r.offset(ref, 0), First: int(s.chunk) * r.ppc,
+		Pages: int(s.pages),
 	}
-	var d [32]byte
-	from := len(buf)
-	for pos := range v.Pages {
-		buf = append(buf, r.digestBytes(ref&recordMask, pos, &d)...)
-	}
-	v.Hashes = buf[from:len(buf):len(buf)]
+	v.Prev, v.Hashes, buf = e.digests(ref, buf)
 	return v, buf
 }
 

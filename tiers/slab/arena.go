@@ -90,10 +90,10 @@ func (a *Arena) books() engine.Config {
 			a.o.Books.Wake(w)
 		}
 	}
-	c.OnGone = func(region, slot uint32) {
-		d.onGone(region, slot)
+	c.OnGone = func(region, piece, slot uint32) {
+		d.onGone(region, piece, slot)
 		if a.o.Books.OnGone != nil {
-			a.o.Books.OnGone(region, slot)
+			a.o.Books.OnGone(region, piece, slot)
 		}
 	}
 	return c

@@ -358,7 +358,7 @@ func (d *Disk) spaceByID(id engine.SpaceID) *tiers.Space {
 }
 
 // onGone is called by the engine, under its lock, when a slot's chunk is gone.
-func (d *Disk) onGone(region, slot uint32) {
+func (d *Disk) onGone(region, _, slot uint32) {
 	if s := d.slabOf(region); s != nil {
 		s.noteFree(slot)
 	}
