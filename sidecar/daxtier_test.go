@@ -117,7 +117,7 @@ func TestStartSaysWhyADeviceCannotBeUsed(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			d, err := Start(context.Background(), c, zap.NewNop())
+			d, err := Start(context.Background(), c, zap.NewNop(), Origin{})
 			if err == nil {
 				_ = d.Shutdown(context.Background())
 				t.Fatal("started")

@@ -198,7 +198,7 @@ func TestWorkersMapWhatOthersLendForReading(t *testing.T) {
 
 	c := a.cfg
 	c.Runtime.Dir = filepath.Join(dir, "b")
-	b, err := Start(context.Background(), c, NewLogger(c.Log, new(logBuffer)))
+	b, err := Start(context.Background(), c, NewLogger(c.Log, new(logBuffer)), Origin{})
 	if err != nil {
 		t.Fatal(err)
 	}

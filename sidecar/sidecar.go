@@ -19,6 +19,7 @@ import (
 	"lookaside/sidecar/admin"
 	"lookaside/sidecar/arena"
 	"lookaside/sidecar/settings"
+	"lookaside/sidecar/systemd"
 	"lookaside/tiers/daxtier"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
@@ -47,6 +48,7 @@ type Daemon struct {
 	shares   shares // set by openMemory
 	arena    arena.Arena
 	admin    *admin.Server
+	origin   Origin
 	events   *events    // nil: not published
 	peers    *peers     // nil: nothing is shared
 	onDAX    *arena.DAX // nil: the arena is not on DAX
@@ -60,15 +62,26 @@ type Daemon struct {
 	stopErr    error
 }
 
-// Start starts a sidecar: when it returns, clients can connect. ctx bounds the start only; a start
+// Origin is what a sidecar gets from the processes before it and around it. The zero Origin is a
+// sidecar that somebody started by hand.
+type Origin struct {
+	// Manager is told when the sidecar serves and when it ends.
+	Manager systemd.Manager
+	// Serving is called once clients can connect, before the arena's memory is there. May be nil.
+	Serving func()
+}
+
+// Start starts a sidecar: when it returns, clients can connect and the arena has its first memory.
+// Clients can connect before it returns: memory may take long. ctx bounds the start only; a start
 // that fails leaves nothing behind. The logger must outlive the Daemon.
-func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon, err error) {
+func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Origin) (_ *Daemon,
+	err error) {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(gcPercent)
 	}
 	background, stop := context.WithCancel(context.Background())
 	d := &Daemon{cfg: cfg, log: log, generation: connector.RandomID(), start: time.Now(),
-		done: make(chan error, 1), background: background, stop: stop}
+		done: make(chan error, 1), background: background, stop: stop, origin: origin}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.close())
@@ -86,20 +99,51 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 		return nil, err
 	}
 	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers")}
-	if err = d.arena.Start(announce); err != nil {
-		return nil, err
-	}
-	if err = ctx.Err(); err != nil {
-		return nil, err
+	if d.onDAX != nil {
+		// What is on the devices may be granted at once, so it is announced before clients come.
+		if err = d.arena.Start(announce); err != nil {
+			return nil, err
+		}
 	}
 	if err = d.openSockets(metrics); err != nil {
 		return nil, err
 	}
-	d.run(announce)
-	log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()),
+	d.serve()
+	if d.onDAX == nil {
+		// Memory takes long to make. Clients that connect meanwhile find and store nothing.
+		if err = d.arena.Start(announce); err != nil {
+			return nil, err
+		}
+	}
+	if err = ctx.Err(); err != nil {
+		return nil, err
+	}
+	d.wg.Go(func() { d.arena.Run(d.background, announce) })
+	return d, nil
+}
+
+// serve accepts clients, and starts the background goroutines, which end with d.background.
+func (d *Daemon) serve() {
+	ctx := d.background
+	d.wg.Go(func() { d.operations.Watch(ctx) })
+	d.wg.Go(func() { checkTiers(ctx, d.tiers, d.log.Named("tiers")) })
+	d.wg.Go(func() {
+		if err := d.server.Serve(ctx, d.listener); err != nil {
+			d.finish(err)
+		}
+	})
+	if d.cfg.Lifecycle.IdleExit > 0 {
+		d.wg.Go(func() { d.watchIdle(ctx) })
+	}
+	d.log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()),
 		zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.Addr()),
 		zap.Int("pid", os.Getpid()), zap.String("generation", fmt.Sprintf("%016x", d.generation)))
-	return d, nil
+	if err := d.origin.Manager.Ready(); err != nil {
+		d.log.Warn("the service manager does not learn that this sidecar serves", zap.Error(err))
+	}
+	if d.origin.Serving != nil {
+		d.origin.Serving()
+	}
 }
 
 // openMemory takes the endpoint and decides what the arena is made of. It also decides how much
@@ -248,22 +292,6 @@ func (d *Daemon) openSockets(metrics *admin.Metrics) (err error) {
 	return err
 }
 
-// run starts the background goroutines, which end with d.background.
-func (d *Daemon) run(announce *announcer) {
-	ctx := d.background
-	d.wg.Go(func() { d.operations.Watch(ctx) })
-	d.wg.Go(func() { checkTiers(ctx, d.tiers, d.log.Named("tiers")) })
-	d.wg.Go(func() { d.arena.Run(ctx, announce) })
-	d.wg.Go(func() {
-		if err := d.server.Serve(ctx, d.listener); err != nil {
-			d.finish(err)
-		}
-	})
-	if d.cfg.Lifecycle.IdleExit > 0 {
-		d.wg.Go(func() { d.watchIdle(ctx) })
-	}
-}
-
 // Done delivers one value if the sidecar ends by itself: nil after lifecycle.idle_exit without a
 // session, else the failure. The caller must still call Shutdown.
 func (d *Daemon) Done() <-chan error { return d.done }
@@ -284,6 +312,9 @@ func (d *Daemon) finish(err error) {
 func (d *Daemon) Shutdown(ctx context.Context) error {
 	d.stopOnce.Do(func() {
 		d.control.SetState(dax.StateDraining)
+		if err := d.origin.Manager.Stopping(); err != nil {
+			d.log.Warn("the service manager does not learn that this sidecar ends", zap.Error(err))
+		}
 		parent := ctx
 		ctx, cancel := context.WithTimeout(ctx, d.cfg.Lifecycle.Drain)
 		defer cancel()

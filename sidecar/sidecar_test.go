@@ -78,7 +78,7 @@ func startDaemon(t *testing.T, edit func(*settings.Config)) (*Daemon, *logBuffer
 		t.Fatal(err)
 	}
 	log := new(logBuffer)
-	d, err := Start(context.Background(), c, NewLogger(c.Log, log))
+	d, err := Start(context.Background(), c, NewLogger(c.Log, log), Origin{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -368,7 +368,7 @@ func TestFileArenaAndItsLock(t *testing.T) {
 	}
 	c := d.cfg
 	c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
-	if _, err := Start(context.Background(), c, zap.NewNop()); err == nil ||
+	if _, err := Start(context.Background(), c, zap.NewNop(), Origin{}); err == nil ||
 		!strings.Contains(err.Error(), files) {
 		t.Errorf("a second sidecar on the same files: %v", err)
 	}
@@ -414,7 +414,7 @@ func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			d, err := Start(context.Background(), c, zap.NewNop())
+			d, err := Start(context.Background(), c, zap.NewNop(), Origin{})
 			if err == nil {
 				_ = d.Shutdown(context.Background())
 				t.Fatal("started")

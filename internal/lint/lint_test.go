@@ -34,6 +34,7 @@ var layers = [][]string{
 		"tiers/serde",      // bytes to bytes
 		"tiers/vfs",        // file operations
 		"sidecar/vllm",     // vLLM's hashes
+		"sidecar/systemd",  // the service manager
 		"internal/lmcache", // the converter of configurations imports nothing of ours
 		"internal/fakedax", "internal/frame", "internal/freeport", "internal/invariants", "internal/leak", "internal/lint",
 		"internal/bench", "internal/bench/zmqecho",

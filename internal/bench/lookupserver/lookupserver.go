@@ -71,7 +71,7 @@ func Serve(ctx context.Context, o Options, in io.Reader, out io.Writer,
 	if err != nil {
 		return err
 	}
-	d, err := sidecar.Start(ctx, cfg, log)
+	d, err := sidecar.Start(ctx, cfg, log, sidecar.Origin{})
 	if err != nil {
 		return err
 	}

@@ -67,7 +67,7 @@ func Run(ctx context.Context, o Options, log *zap.Logger) (f Figures, err error)
 	if err != nil {
 		return f, err
 	}
-	d, err := sidecar.Start(ctx, cfg, log)
+	d, err := sidecar.Start(ctx, cfg, log, sidecar.Origin{})
 	if err != nil {
 		return f, err
 	}

@@ -22,6 +22,7 @@ import (
 	"lookaside/ipc"
 	"lookaside/sidecar"
 	"lookaside/sidecar/settings"
+	"lookaside/sidecar/systemd"
 )
 
 func newServe() *cobra.Command {
@@ -164,7 +165,7 @@ func serve(cfg settings.Config, log *zap.Logger, report func(error)) error {
 		os.Exit(128 + int(second.(syscall.Signal)))
 	}()
 
-	d, err := sidecar.Start(ctx, cfg, log)
+	d, err := sidecar.Start(ctx, cfg, log, sidecar.Origin{Manager: systemd.Find()})
 	if err != nil {
 		if errors.Is(context.Cause(ctx), errInterrupted) {
 			return nil
