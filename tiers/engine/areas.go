@@ -1,8 +1,11 @@
 package engine
 
 import (
+	"fmt"
 	"math"
 	"slices"
+
+	"lookaside/tiers"
 )
 
 // How geometries share the arena. The caller's region (AddRegion) is called an area here.
@@ -26,10 +29,11 @@ import (
 
 // area is a region of the arena that is carved piece by piece.
 type area struct {
-	id    uint32
-	size  int64
-	spans []span // all of it, in its order; no two neighbours are both not carved
-	going bool   // it is being removed
+	id      uint32
+	size    int64
+	spans   []span // all of it, in its order; no two neighbours are both not carved
+	retired bool   // it is drained, as are all its pieces; no piece comes or goes
+	going   bool   // it is being removed
 }
 
 // span is a part of an area: a piece, or with a nil region what is not carved.
@@ -54,7 +58,7 @@ func (a *arena) areaOf(id uint32) *area {
 
 // uncarved is how many slots a class could have in what is not carved.
 func (a *area) uncarved(c *class) (slots int) {
-	if a.going {
+	if a.going || a.retired {
 		return 0
 	}
 	for _, s := range a.spans {
@@ -65,13 +69,13 @@ func (a *area) uncarved(c *class) (slots int) {
 	return slots
 }
 
-// take makes the beginning of span i, which is not carved, a piece.
-func (a *area) take(i int, size int64, r *region) {
+// take makes a part of span i, which is not carved, a piece.
+func (a *area) take(i int, at int64, r *region) {
 	s := a.spans[i]
-	a.spans[i] = span{s.at, size, r}
-	if size < s.size {
-		a.spans = slices.Insert(a.spans, i+1, span{s.at + size, s.size - size, nil})
-	}
+	parts := []span{{s.at, at - s.at, nil}, {at, r.size, r},
+		{at + r.size, s.at + s.size - at - r.size, nil}}
+	parts = slices.DeleteFunc(parts, func(p span) bool { return p.size == 0 })
+	a.spans = slices.Replace(a.spans, i, i+1, parts...)
 }
 
 // free makes a piece memory that is not carved.
@@ -173,7 +177,7 @@ func (e *Engine) uncarvedFor(c *class) (a *area, i int) {
 		return nil, 0
 	}
 	for _, a := range e.areas {
-		if a.going {
+		if a.going || a.retired {
 			continue
 		}
 		for i, s := range a.spans {
@@ -189,16 +193,70 @@ func (e *Engine) uncarvedFor(c *class) (a *area, i int) {
 // carvePiece makes a piece for a class from span i of an area, which is not carved. It releases the
 // lock while it allocates.
 func (e *Engine) carvePiece(a *area, i int, c *class) error {
-	r := e.spareRegion()
-	at, slots := a.spans[i].at, e.pieceSlots(c, a.spans[i].size)
+	return e.carveAt(e.spareRegion(), a, i, c, a.spans[i].at, e.pieceSlots(c, a.spans[i].size))
+}
+
+// carveAt makes r, which is not in use, a piece of so many slots for a class, that begins at a byte
+// of span i of an area. It releases the lock while it allocates.
+func (e *Engine) carveAt(r *region, a *area, i int, c *class, at int64, slots int) error {
 	r.id, r.size, r.area = a.id, int64(slots)*c.slotBytes(), a
-	a.take(i, r.size, r)
+	a.take(i, at, r)
 	err := e.carve(r, c, slots, Placement{Offset: at, Stride: c.slotBytes()})
 	if err != nil && !e.closed {
 		a.free(r)
 		*r = region{num: r.num, firstGen: r.firstGen}
 	}
 	return err
+}
+
+// RestorePiece carves a piece of a region as it was in another run, and returns its number. p.Num
+// does not matter. RestoreIn names what it held. The region must be drained, and stay so until
+// EndRestore: then no slot of the piece is granted before. RestorePiece releases the lock while it
+// allocates.
+//
+// ErrInvalid: no run can have had such a piece there, or a part of it is carved; ErrNotFound: there
+// is no such region, or it was added carved; ErrBusy: it is not drained, a region is being carved,
+// or there are MaxPieces already.
+func (e *Engine) RestorePiece(p Piece) (num uint32, err error) {
+	p.Geometry.PageTokens = 1 // does not matter either
+	if err := p.Geometry.Validate(e.cfg.MinPageBytes); err != nil {
+		return 0, err
+	}
+	ppc := p.Geometry.PagesPerChunk
+	bytes := p.Geometry.PageBytes * int64(ppc)
+	if p.Slots < 1 || p.Slots > recordMask/ppc || bytes > math.MaxInt64/int64(p.Slots) ||
+		p.Stride != bytes {
+		return 0, invalid("a piece of %d slots of %d bytes, one every %d", p.Slots, bytes, p.Stride)
+	}
+	size := bytes * int64(p.Slots)
+	e.mu.Lock()
+	defer e.unlock()
+	if e.closed {
+		return 0, tiers.ErrClosed
+	}
+	a := e.areaOf(p.Region)
+	if a == nil {
+		return 0, fmt.Errorf("%w: region %d", tiers.ErrNotFound, p.Region)
+	}
+	if e.carving || !a.retired {
+		return 0, fmt.Errorf("%w: region %d is not drained, or a region is being carved",
+			tiers.ErrBusy, p.Region)
+	}
+	i := slices.IndexFunc(a.spans, func(s span) bool {
+		return s.r == nil && s.at <= p.Offset && size <= s.size && p.Offset-s.at <= s.size-size
+	})
+	if i < 0 {
+		return 0, invalid("a piece of %d bytes at byte %d of region %d, where not all is free",
+			size, p.Offset, p.Region)
+	}
+	r := e.spareRegion()
+	if r == nil {
+		return 0, fmt.Errorf("%w: %d pieces are the most", tiers.ErrBusy, MaxPieces)
+	}
+	if err := e.carveAt(r, a, i, e.classOf(p.Geometry), p.Offset, p.Slots); err != nil {
+		return 0, err
+	}
+	return r.num, nil
 }
 
 // held is the bytes of a class's regions.

@@ -179,3 +179,202 @@ func TestModelsShareOneRegion(t *testing.T) {
 		})
 	}
 }
+
+// TestDrainArea: nothing in a drained region is granted, evicted, extended or carved, and no other
+// geometry takes it. What it holds is found. Other regions are used meanwhile, and Undrain ends it.
+func TestDrainArea(t *testing.T) {
+	pieces := map[uint32]Piece{}
+	var b *bench
+	b = newBench(t, 8, 4, Config{ArenaLimitBytes: 8 * 256, OnCarve: func(p Piece) {
+		pieces[p.Num] = p
+	}, OnUncarve: func(num uint32) { delete(pieces, num) }})
+	other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 96,
+		PagesPerChunk: 2, PageTokens: 16, DigestBytes: 32})
+	b.ok(err)
+	b.ok(b.e.AddOwner(2, other))
+	h := numbered(1, 18) // four whole chunks and a part
+	b.store(h)
+	before := len(pieces)
+	b.ok(b.e.Drain(7))
+	b.ok(b.e.Drain(7))
+	b.ok(b.e.Check())
+	b.is(b.e.Drain(8), tiers.ErrNotFound)
+	b.is(b.e.Undrain(8), tiers.ErrNotFound)
+	store := func(o Owner, hashes []byte) (grants []Grant) {
+		t.Helper()
+		res, grants, err := b.e.PrepareStore(o, 0, nil, hashes, nil)
+		b.ok(err)
+		if res.Store != 0 {
+			b.ok(b.e.CommitStore(o, res.Store, nil))
+		}
+		return grants
+	}
+	longer := append(h[:18*32:18*32], numbered(9, 2)...)
+	for range 2 {
+		for o, hashes := range map[Owner][]byte{me: longer, 2: numbered(2, 4)} {
+			if grants := store(o, hashes); len(grants) > 0 {
+				t.Fatalf("all is drained, and %+v granted", grants)
+			}
+		}
+		b.now += 10 * agedAfter
+		b.e.Expire()
+	}
+	b.wantHits(18, longer)
+	if st := b.e.Stats(); len(pieces) != before || st.Recarved+st.Evictions > 0 {
+		t.Fatalf("%d pieces, there were %d; %+v", len(pieces), before, st)
+	}
+
+	// Elsewhere there is room. The part gets a slot of its own there, and the old one is free, but
+	// is not granted.
+	b.ok(b.e.AddRegion(8, 4*256))
+	if grants := store(me, longer); len(grants) != 1 || grants[0].Region != 8 ||
+		grants[0].Pages != 4 {
+		t.Fatalf("%+v", grants)
+	}
+	b.wantHits(20, longer)
+	for i := range uint64(20) {
+		for _, g := range append(store(me, numbered(100+i, 4)), store(2, numbered(200+i, 2))...) {
+			if g.Region != 8 {
+				t.Fatalf("%+v is granted in a drained region", g)
+			}
+		}
+	}
+	b.wantHits(16, h[:16*32])
+	b.ok(b.e.Check())
+
+	b.ok(b.e.Undrain(7))
+	b.ok(b.e.Undrain(7))
+	b.ok(b.e.Check())
+	where := map[uint32]int{}
+	for i := range uint64(20) {
+		for _, g := range store(me, numbered(300+i, 4)) {
+			where[g.Region]++
+		}
+	}
+	if where[7] == 0 {
+		t.Fatalf("granted by regions: %v", where)
+	}
+	b.wantHits(0, h)
+
+	// A drained region can be taken away.
+	b.ok(b.e.Drain(7))
+	b.ok(b.e.RemoveRegion(7))
+	b.ok(b.e.Check())
+	b.is(b.e.Undrain(7), tiers.ErrNotFound)
+	for _, p := range pieces {
+		if p.Region == 7 {
+			t.Fatalf("%+v is there", p)
+		}
+	}
+}
+
+// TestRestorePieces: an engine that got the pieces of another one, and what they held, gives the
+// same results, and stores go elsewhere until it may use them.
+func TestRestorePieces(t *testing.T) {
+	const region, size = 7, 60 * 256
+	for seed := range uint64(20) {
+		rnd := rand.New(rand.NewPCG(seed, 9))
+		start := func(drained bool) (*bench, map[uint32]Piece, *int) {
+			pieces, gone := map[uint32]Piece{}, new(int)
+			e, err := New(Config{ArenaLimitBytes: size, MinPageBytes: 1, OwnerShare: 1,
+				OnCarve:   func(p Piece) { pieces[p.Num] = p },
+				OnUncarve: func(num uint32) { delete(pieces, num) },
+				OnGone:    func(_, _, _ uint32) { *gone++ }})
+			b := &bench{t: t, e: e}
+			b.ok(err)
+			t.Cleanup(e.Close)
+			if drained {
+				b.ok(e.AddDrainedRegion(region, size))
+			} else {
+				b.ok(e.AddRegion(region, size))
+			}
+			for i, g := range []tiers.Geometry{{PageBytes: 64, PagesPerChunk: 4},
+				{PageBytes: 96, PagesPerChunk: 2}} {
+				g.DigestBytes, g.PageTokens = 16, 16
+				sp, err := e.OpenSpace(tiers.Fingerprint{byte(i)}, g)
+				b.ok(err)
+				b.ok(e.AddOwner(Owner(i+1), sp))
+			}
+			return b, pieces, gone
+		}
+		a, was, _ := start(false)
+		for range 40 {
+			storeAll(t, a.e, Owner(1+rnd.IntN(2)), 0, nil, treeHashes(rnd, 1+rnd.IntN(24)))
+		}
+		b, is, gone := start(true)
+		nums := map[uint32]uint32{}
+		b.is(second(b.e.RestorePiece(Piece{Region: 9, Geometry: was[1].Geometry,
+			Placement: was[1].Placement, Slots: 1})), tiers.ErrNotFound)
+		for num, p := range was {
+			n, err := b.e.RestorePiece(p)
+			b.ok(err)
+			nums[num] = n
+			b.is(second(b.e.RestorePiece(p)), tiers.ErrInvalid)
+		}
+		for num, p := range was {
+			if p.Num = nums[num]; is[p.Num] != p {
+				t.Fatalf("%+v is carved as %+v", p, is[p.Num])
+			}
+		}
+		want := 0
+		for num, all := range dumpPieces(a.e) {
+			want += len(all)
+			b.ok(b.e.RestoreIn(nums[num], all))
+			if seed%2 == 0 { // once more, in a slot that is free otherwise
+				x := all[0]
+				used := map[uint32]bool{}
+				for _, y := range all {
+					used[y.Slot] = true
+				}
+				for x.Slot = 0; used[x.Slot]; x.Slot++ {
+				}
+				x.Order = 1 << 40
+				if int(x.Slot) < was[num].Slots {
+					b.ok(b.e.RestoreIn(nums[num], []Restored{x}))
+				}
+			}
+		}
+		b.is(b.e.Undrain(region), tiers.ErrBusy)
+		b.is(b.e.RestoreIn(0, nil), tiers.ErrInvalid)
+		b.is(b.e.RestoreIn(MaxPieces+1, nil), tiers.ErrInvalid)
+		b.is(b.e.RestoreIn(MaxPieces, nil), tiers.ErrNotFound)
+		if got := b.e.EndRestore(); got != want || uint64(*gone) != b.e.Stats().Duplicates {
+			t.Fatalf("seed %d: %d of %d chunks; %d slots are gone of %d", seed, got, want, *gone,
+				b.e.Stats().Duplicates)
+		}
+		b.ok(b.e.Check())
+		alike(t, seed, rnd, a.e, b.e, 1, 2)
+		res, _, err := b.e.PrepareStore(1, 0, nil, numbered(5, 8), nil)
+		b.ok(err)
+		if res.Store != 0 {
+			t.Fatalf("%+v is granted before the region may be used", res)
+		}
+		b.ok(b.e.Undrain(region))
+		b.ok(b.e.Check())
+		b.is(second(b.e.RestorePiece(was[1])), tiers.ErrBusy)
+		b.is(b.e.RestoreIn(nums[1], nil), tiers.ErrBusy)
+		for range 60 {
+			storeAll(t, b.e, Owner(1+rnd.IntN(2)), 0, nil, treeHashes(rnd, 1+rnd.IntN(24)))
+		}
+		b.ok(b.e.Check())
+	}
+}
+
+func second(_ uint32, err error) error { return err }
+
+// dumpPieces is dump by pieces.
+func dumpPieces(e *Engine) map[uint32][]Restored {
+	out := map[uint32][]Restored{}
+	for _, r := range e.regions[1 : e.nregion+1] {
+		if r.class == nil {
+			continue
+		}
+		id := r.id
+		r.id = 1<<20 + r.num
+		if all := dump(e)[r.id]; len(all) > 0 {
+			out[r.num] = all
+		}
+		r.id = id
+	}
+	return out
+}

@@ -81,6 +81,9 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 	c.regions = append(c.regions, r)
 	c.slots += slots
 	c.free += slots
+	if r.area != nil && r.area.retired {
+		r.retire(true)
+	}
 	e.records += slots * r.ppc
 	e.relimit()
 	if e.cfg.OnCarve != nil && !r.foreign {

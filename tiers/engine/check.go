@@ -827,6 +827,11 @@ func (c *checker) area(a *area) (pieces int, err error) {
 		}
 		if r := s.r; r != nil {
 			pieces++
+			if r.class != nil && (a.retired != r.retired || a.going && !r.draining) {
+				return 0, broken("region %d is drained: %v, removed: %v; its piece at %d hands "+
+					"out slots: %v, is emptied: %v", a.id, a.retired, a.going, s.at, !r.draining,
+					r.emptying())
+			}
 			if r.area != a || r.id != a.id || r.class != nil && (r.at.Offset != s.at ||
 				r.size != s.size || r.size != int64(len(r.slots))*r.class.slotBytes()) {
 				return 0, broken("region %d has a piece of %d bytes at %d that is one of region "+

@@ -60,10 +60,25 @@
 // An arena on a medium that lasts is the last of its own tiers (TierAdmission.Self): a chunk that
 // was written there is found again by the next process.
 //
+// # Keeping and restoring
+//
+// A driver can write down what the arena holds, so that the next process finds it. The engine names
+// the pieces (Config.OnCarve, OnUncarve), the new chunks (NextUnkept), all chunks (NextPatrol), and
+// the slots whose chunk is gone (Config.OnGone). The driver writes a chunk's entry without a lock,
+// and makes it valid in Publish, if the chunk is still held. OnGone makes it void before the slot
+// is granted to another chunk. So at any instant each valid entry names a chunk that is held, and
+// whose bytes nobody may write to.
+//
+// The next process adds each region drained (AddDrainedRegion), carves its pieces as they were
+// (RestorePiece) and names what they held (RestoreIn). EndRestore makes it ready. It can be found,
+// once it is verified, while stores take memory elsewhere. Undrain has the region used as any
+// other: for the time when nobody can still be writing to it under a grant of the process before.
+//
 // # Moves
 //
-// A region that is drained (Drain) hands out no slots, and nothing in it is evicted. Its chunks are
-// moved out of it one by one. NextMoves grants a slot elsewhere, without evicting anything for it,
+// A region that is drained (Drain) hands out no slots, and nothing in it is evicted, carved or
+// taken for another geometry. If it was added carved, its chunks can be moved out of it one by one.
+// NextMoves grants a slot elsewhere, without evicting anything for it,
 // and leases the chunk, which is found and read where it is meanwhile. EndMove gives the new slot,
 // at one moment, the old one's place in the index, in its prefix and in the order of eviction, and
 // what the tiers have of it. Leases stay with the old slot, which becomes free when they have
@@ -126,6 +141,7 @@
 //	lend.go, foreign.go, copies.go   what is lent to peers, lent by them, and kept of that
 //	promotions.go, cascades.go       up from the tiers, and down to them
 //	drain.go, moves.go               out of a region
+//	keep.go                          what is written down for another run
 //	restore*.go, verify.go           what another run has left; patrol.go looks at it later
 //	journal.go, stats.go             what followers and operators learn
 package engine

@@ -110,7 +110,7 @@ func (w *world) promote(s *modelSession) {
 				w.fatal("%+v of %v from page %d joins %+v", c, l.p, first, f)
 			}
 		case PromotionGranted:
-			if f != nil || c.Pages != int(have[i]) {
+			if f != nil || c.Pages != int(have[i]) || !c.Foreign && w.drained[c.Region] {
 				w.fatal("%+v of %v from page %d, of which %v can be had, is granted beside %+v", c,
 					l.p, first, have, f)
 			}

@@ -159,6 +159,7 @@ type world struct {
 	cascaded, droppedCascades int
 	exacts                    int // answers that the model knew exactly
 	followers                 followers
+	mirror                    mirror
 	peers                     modelPeers
 }
 
@@ -245,17 +246,15 @@ func newWorld(t *testing.T, seed uint64) *world {
 		case WorkCopies:
 			w.peers.due = true
 			return
+		case WorkKeep:
+			w.mirror.awake = true
+			return
 		}
 		w.awake[work] = true
 	}
 	cfg.ForeignSlots, cfg.CopyAfter = w.startPeers()
 	cfg.Sums = w.chance(2)
-	cfg.OnGone = func(region, _, slot uint32) {
-		if w.arena[region] == nil {
-			w.fatal("slot %d of region %d is gone", slot, region)
-		}
-		w.gone++
-	}
+	w.startMirror(&cfg)
 	for range w.rng.IntN(4) {
 		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)),
 			Queue: []int{1, 3, 0}[w.rng.IntN(3)]})
@@ -508,6 +507,9 @@ func (w *world) prepareStore(s *modelSession) {
 	granted := map[int]bool{}
 	end := first
 	for _, gr := range grants {
+		if w.drained[gr.Region] {
+			w.fatal("grant %+v in a drained region", gr)
+		}
 		if int(gr.Page) < end || int(gr.Page+gr.Pages) > len(p) || gr.Pages == 0 ||
 			int(gr.Page)/g.PagesPerChunk != int(gr.Page+gr.Pages-1)/g.PagesPerChunk {
 			w.fatal("grant %+v after page %d of %d", gr, end, len(p))
@@ -877,6 +879,7 @@ func (w *world) run(steps int) {
 		}
 		w.follow()
 		w.lend()
+		w.keepSome()
 		st := w.e.Stats()
 		leases := 0
 		for _, s := range w.sessions {
@@ -906,6 +909,7 @@ func (w *world) run(steps int) {
 	}
 	w.endFollow()
 	w.endLend()
+	w.restart()
 	w.check(w.e.Check())
 	st := w.e.Stats()
 	if st.Leases != 0 || st.LeasedSlots != 0 || st.FillingSlots != 0 ||
@@ -937,7 +941,7 @@ func TestRandomHistories(t *testing.T) {
 	var total Counters
 	hits, exacts, cascades, dropped, unplugged, verified, corrupt, compared := 0, 0, 0, 0, 0, 0, 0,
 		0
-	var synced, gaps, borrowed, mixed, copied uint64
+	var synced, gaps, borrowed, mixed, copied, kept, refused, restarted uint64
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -950,6 +954,8 @@ func TestRandomHistories(t *testing.T) {
 		verified += w.verified
 		corrupt += w.corrupt
 		compared += w.compared
+		kept, refused, restarted = kept+w.mirror.published, refused+w.mirror.refused,
+			restarted+w.mirror.restarted
 		synced += uint64(w.followers.synced)
 		gaps += w.followers.gaps
 		borrowed, mixed, copied = borrowed+w.peers.borrowed, mixed+w.peers.mixed,
@@ -983,8 +989,10 @@ func TestRandomHistories(t *testing.T) {
 		"known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged),
 		"verified": uint64(verified), "corrupt": uint64(corrupt),
 		"compared checksums": uint64(compared), "followers compared": synced,
-		"followers overrun": gaps,
-		"loans":             borrowed, "loads from the arena and from peers": mixed,
+		"kept chunks": kept, "chunks gone before they were kept": refused,
+		"chunks restored after a restart": restarted,
+		"followers overrun":               gaps,
+		"loans":                           borrowed, "loads from the arena and from peers": mixed,
 		"loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad, "copies": copied,
 		"failed copies": total.CopiesFailed} {
 		if n == 0 && *seedsFlag >= 100 {
@@ -1010,7 +1018,7 @@ func FuzzEngine(f *testing.F) {
 		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4,
 			MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096,
 			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused},
-				{Admit: AdmitEvicted}}, LowWater: 0.5, ForeignSlots: 3, CopyAfter: 1})
+				{Admit: AdmitEvicted}}, LowWater: 0.5, ForeignSlots: 3, CopyAfter: 1, Keep: true})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -1039,7 +1047,28 @@ func FuzzEngine(f *testing.F) {
 		handle := func() uint64 { return handles[next()%len(handles)] }
 		for len(data) > 0 {
 			o := Owner(next() % 5)
-			switch next() % 29 {
+			switch next() % 30 {
+			case 29:
+				at := int64(odd())
+				num, err := e.RestorePiece(Piece{Region: uint32(next() % 4), Slots: odd(),
+					Geometry:  tiers.Geometry{PageBytes: 16, PagesPerChunk: 4, DigestBytes: 8},
+					Placement: Placement{at, 64 + int64(odd()%2)}})
+				if err == nil && (num == 0 || num > MaxPieces) {
+					t.Fatal(num)
+				}
+				sp, _ := e.OpenSpace(tiers.Fingerprint{1}, tiers.Geometry{PageBytes: 16,
+					PagesPerChunk: 4, PageTokens: 16, DigestBytes: 8})
+				h := take(4)
+				_ = e.RestoreIn(num+uint32(odd()%2), []Restored{{Slot: uint32(next() % 4),
+					Space: sp, First: 4 * (next() % 3), Pages: 1, Hashes: h[:8],
+					Unverified: next()%2 == 0}})
+				if next()%4 > 0 {
+					e.EndRestore()
+				}
+				if v, _, ok := e.NextUnkept(nil); ok {
+					handles = append(handles, v.Handle)
+				}
+				e.Publish(handle(), odd(), func() {})
 			case 27:
 				_ = e.FinishBorrow(handle(), Loan{Peer: uint64(next() % 3),
 					Region: uint32(next() % 3), Offset: uint64(next()), Pages: next() % 6,
@@ -1137,7 +1166,11 @@ func FuzzEngine(f *testing.F) {
 				e.EndMove(handle(), MoveEnd(next()%3))
 			case 0:
 				// pages may be of one byte: a larger one is carved into tables of gigabytes
-				_ = e.AddRegion(uint32(next()%4), min(int64(odd()), 1<<16))
+				add := e.AddRegion
+				if next()%2 == 0 {
+					add = e.AddDrainedRegion
+				}
+				_ = add(uint32(next()%4), min(int64(odd()), 1<<16))
 			case 1:
 				_ = e.AddRegion(uint32(next()%4), 1024)
 			case 2:

@@ -29,12 +29,6 @@ func (w *world) drain() {
 		}
 	}
 	var err error
-	if _, carved := w.e.Region(id); !carved {
-		if err := w.e.Drain(id); !errors.Is(err, tiers.ErrNotFound) {
-			w.fatal("draining region %d, which was not added carved: %v", id, err)
-		}
-		return
-	}
 	if w.drained[id] {
 		if err = w.e.Undrain(id); err == nil {
 			delete(w.drained, id)
@@ -90,6 +84,9 @@ func (w *world) unplug() {
 			w.fatal("region %d with %+v is removed: %v", id, st, err)
 		}
 		if w.going[id] = err != nil; err == nil {
+			if w.mirror.has(id) {
+				w.fatal("region %d is gone and has pieces", id)
+			}
 			delete(w.going, id)
 			delete(w.arena, id)
 			w.unplugged++
@@ -107,10 +104,10 @@ func (w *world) move() {
 			id = other
 		}
 	}
-	if !w.drained[id] {
+	if _, carved := w.e.Region(id); !w.drained[id] || !carved {
 		if _, _, _, err := w.e.NextMoves(id, 0, 1, true, nil, nil); !errors.Is(err,
 			tiers.ErrNotFound) {
-			w.fatal("moves out of region %d, which is not drained: %v", id, err)
+			w.fatal("moves out of region %d, which is not drained, or not one piece: %v", id, err)
 		}
 		return
 	}

@@ -110,13 +110,23 @@ type Placement struct{ Offset, Stride int64 }
 
 // AddRegion gives the engine a region of the arena, under an id of the caller's. The engine never
 // touches the memory. Stores carve it into slots piece by piece: see areas.go.
-func (e *Engine) AddRegion(id uint32, size int64) error {
+func (e *Engine) AddRegion(id uint32, size int64) error { return e.addRegion(id, size, false) }
+
+// AddDrainedRegion is AddRegion for a region that is drained from the start (Drain). So it can be
+// restored (RestorePiece) while stores take memory elsewhere.
+func (e *Engine) AddDrainedRegion(id uint32, size int64) error {
+	return e.addRegion(id, size, true)
+}
+
+func (e *Engine) addRegion(id uint32, size int64, retired bool) error {
 	e.mu.Lock()
 	defer e.unlock()
 	if err := e.mayAdd(id, size); err != nil {
 		return err
 	}
-	e.areas = append(e.areas, newArea(id, size))
+	a := newArea(id, size)
+	a.retired = retired
+	e.areas = append(e.areas, a)
 	e.added(size)
 	e.relimit()
 	return nil
@@ -246,7 +256,7 @@ func (e *Engine) RemoveRegion(id uint32) error {
 		return fmt.Errorf("%w: a region is being carved", tiers.ErrBusy)
 	}
 	if a != nil {
-		a.going = true
+		a.going, a.retired = true, false
 	}
 	for _, r := range regions {
 		r.stopGranting()
@@ -276,6 +286,9 @@ func (e *Engine) RemoveRegion(id uint32) error {
 	return nil
 }
 
+// emptying reports whether what a region holds is being dropped.
+func (r *region) emptying() bool { return r.draining && !r.retired }
+
 // stopGranting has a carved region hand out no more slots.
 func (r *region) stopGranting() {
 	if !r.draining {
@@ -290,6 +303,16 @@ func (r *region) goOnGranting() {
 	r.draining = false
 	r.class.free += r.free
 	r.class.slots += len(r.slots)
+}
+
+// retire drains a region that is not being emptied, or ends that, in the books.
+func (r *region) retire(retired bool) {
+	if retired {
+		r.stopGranting()
+	} else {
+		r.goOnGranting()
+	}
+	r.retired = retired
 }
 
 // doomAll drops all that r holds, which is the caller's region id or a piece of it. It releases the

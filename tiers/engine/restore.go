@@ -107,21 +107,43 @@ func (p *pile[T]) close() {
 	*p = pile[T]{}
 }
 
-// Restore names slots that become ready again, in carved regions to which nothing was ever stored.
-// It takes effect with EndRestore. It may be called any number of times for any region, also
-// concurrently for different ones. It keeps nothing that entries point to. ErrInvalid, with nothing
-// of the call in effect: an entry that no engine can have had, or a slot that an earlier call
-// named.
+// Restore names slots that become ready again, in a region that was added carved and to which
+// nothing was ever stored. It takes effect with EndRestore. It may be called any number of times
+// for any region, also concurrently for different ones. It keeps nothing that entries point to.
+// ErrInvalid, with nothing of the call in effect: an entry that no engine can have had, or a slot
+// that an earlier call named.
 func (e *Engine) Restore(region uint32, entries []Restored) error {
 	e.restores.RLock()
 	defer e.restores.RUnlock()
-	of, block, spaces, err := e.stage(region, entries)
+	e.mu.Lock()
+	r := e.byID[region]
+	e.mu.Unlock()
+	return e.restoreIn(r, entries)
+}
+
+// RestoreIn is Restore for a piece, by the number that RestorePiece returned. ErrBusy: its region
+// is not drained any more.
+func (e *Engine) RestoreIn(piece uint32, entries []Restored) error {
+	e.restores.RLock()
+	defer e.restores.RUnlock()
+	if piece == 0 || piece > maxRegions {
+		return invalid("piece %d", piece)
+	}
+	e.mu.Lock()
+	r := e.regions[piece]
+	e.mu.Unlock()
+	return e.restoreIn(r, entries)
+}
+
+// restoreIn is Restore for a region of the engine's, nil if there is none, that cannot be removed
+// meanwhile.
+func (e *Engine) restoreIn(r *region, entries []Restored) error {
+	of, block, spaces, err := e.stage(r, entries)
 	if err != nil {
 		return err
 	}
 	// Most of the time goes into the digests' memory, which is touched for the first time here. It
 	// is not shared yet.
-	r := of.r
 	for i := range entries {
 		x, s := &entries[i], &block[i]
 		if s.ref == 0 {
@@ -173,19 +195,18 @@ func (s *space) keep(to []uint64, hashes []byte, entries []uint64, rec uint32) {
 
 // stage notes what others may see of some entries, in their order. The caller fills in the rest
 // without the lock. It also returns the spaces by their ids.
-func (e *Engine) stage(region uint32, entries []Restored) (*stagedRegion, []staged, []*space,
-	error) {
+func (e *Engine) stage(r *region, entries []Restored) (*stagedRegion, []staged, []*space, error) {
 	e.mu.Lock()
 	defer e.unlock()
 	if e.closed {
 		return nil, nil, nil, tiers.ErrClosed
 	}
-	r := e.byID[region]
-	if r == nil || r.class == nil || r.draining {
-		return nil, nil, nil, fmt.Errorf("%w: region %d", tiers.ErrNotFound, region)
+	if r == nil || r.class == nil || r.foreign || r.emptying() {
+		return nil, nil, nil, fmt.Errorf("%w: no region that can be restored", tiers.ErrNotFound)
 	}
-	if r.fresh > 0 {
-		return nil, nil, nil, fmt.Errorf("%w: region %d was stored to", tiers.ErrBusy, region)
+	if r.fresh > 0 || r.area != nil && !r.retired {
+		return nil, nil, nil, fmt.Errorf("%w: region %d was stored to, or is not drained",
+			tiers.ErrBusy, r.id)
 	}
 	pages := 0
 	for i := range entries {
@@ -196,7 +217,7 @@ func (e *Engine) stage(region uint32, entries []Restored) (*stagedRegion, []stag
 		}
 		if !x.fits(r, s) {
 			return nil, nil, nil, invalid(
-				"slot %d of region %d restored with pages %d to %d of space %d", x.Slot, region,
+				"slot %d of region %d restored with pages %d to %d of space %d", x.Slot, r.id,
 				x.First, x.First+x.Pages-1, x.Space)
 		}
 		pages += x.Pages
@@ -361,8 +382,14 @@ type misfit struct {
 func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped []misfit) {
 	for _, of := range all {
 		// The region may have been removed since, carved anew, or stored to.
-		if r := of.r; r.mem == of.mem && r.fresh == 0 && !r.draining {
+		if r := of.r; r.mem == of.mem && r.fresh == 0 && !r.emptying() {
 			here = append(here, of)
+		} else if r.mem == of.mem {
+			of.each(func(x *staged) {
+				if _, s := e.slot(x.ref); s.state == free {
+					e.gone(x.ref)
+				}
+			})
 		}
 	}
 	slices.SortFunc(here, func(a, b *stagedRegion) int { return cmp.Compare(a.r.num, b.r.num) })
@@ -406,7 +433,9 @@ func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped 
 		}
 		mu.Lock()
 		r.free -= taken
-		r.class.free -= taken
+		if !r.draining {
+			r.class.free -= taken
+		}
 		mu.Unlock()
 	})
 	return here, dropped

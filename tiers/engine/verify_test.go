@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+
+	"lookaside/tiers"
 )
 
 // The part of the random histories that is about restored chunks that are to be verified.
@@ -29,15 +31,81 @@ func (w *world) restoreSome(s *modelSession) {
 }
 
 func (w *world) restoreRegion() {
-	s := w.spaces[w.rng.IntN(len(w.spaces))]
-	g := s.g
 	w.nextRegion++
-	id, slots := w.nextRegion, 1+w.rng.IntN(12)
-	at := packed(g)
-	at.Offset, at.Stride = w.rng.Int64N(50), at.Stride+w.rng.Int64N(20)
-	w.arena[id] = make([]byte, at.Offset+at.Stride*int64(slots))
-	w.check(w.e.AddCarvedRegion(id, g, slots, at))
-	for slot := range slots {
+	id := w.nextRegion
+	if w.fixed == nil && w.chance(2) {
+		w.restorePieces(id)
+	} else {
+		s := w.spaces[w.rng.IntN(len(w.spaces))]
+		slots, at := 1+w.rng.IntN(12), packed(s.g)
+		at.Offset, at.Stride = w.rng.Int64N(50), at.Stride+w.rng.Int64N(20)
+		w.arena[id] = make([]byte, at.Offset+at.Stride*int64(slots))
+		w.check(w.e.AddCarvedRegion(id, s.g, slots, at))
+		w.restoreSlots(s, Piece{Region: id, Placement: at, Slots: slots},
+			func(x []Restored) error { return w.e.Restore(id, x) })
+	}
+	w.bad = true // what is not verified is no hit
+	if w.chance(4) {
+		w.prepareStore(w.session())
+	}
+	w.mirror.granted(w, id)
+	w.e.EndRestore()
+	w.mirror.check(w, true)
+}
+
+// restorePieces adds a region with pieces that are restored. It is drained for a while.
+func (w *world) restorePieces(id uint32) {
+	var size, end int64
+	var pieces []Piece
+	var of []*modelSpace
+	for range w.rng.IntN(4) {
+		s := w.spaces[w.rng.IntN(len(w.spaces))]
+		p := Piece{Num: w.rng.Uint32(), Region: id, Placement: packed(s.g), Geometry: s.g,
+			Slots: 1 + w.rng.IntN(8)}
+		p.Offset = size + w.rng.Int64N(2)*w.rng.Int64N(500)
+		size = p.Offset + p.Stride*int64(p.Slots)
+		pieces, of = append(pieces, p), append(of, s)
+	}
+	end, size = size, size+1+w.rng.Int64N(3000)
+	w.arena[id] = make([]byte, size)
+	w.check(w.e.AddDrainedRegion(id, size))
+	w.drained[id] = true
+	w.mirror.carving = id
+	for _, i := range w.rng.Perm(len(pieces)) {
+		p := pieces[i]
+		num, err := w.e.RestorePiece(p)
+		if errors.Is(err, tiers.ErrBusy) {
+			continue // as many as there may be
+		}
+		w.check(err)
+		if got := w.mirror.pieces[num]; got == nil || got.p.Placement != p.Placement ||
+			got.p.Slots != p.Slots || got.p.Region != id {
+			w.fatal("%+v is restored as number %d, told as %+v", p, num, got)
+		}
+		for _, bad := range []Piece{p, {Region: id, Geometry: p.Geometry, Slots: p.Slots,
+			Placement: Placement{p.Offset + p.Stride*int64(p.Slots) - 1, p.Stride}},
+			{Region: id, Geometry: p.Geometry, Slots: 1, Placement: Placement{size, p.Stride}},
+			{Region: id, Geometry: p.Geometry, Slots: int(size), Placement: Placement{end,
+				p.Stride}}} {
+			if _, err := w.e.RestorePiece(bad); !errors.Is(err, tiers.ErrInvalid) {
+				w.fatal("%+v is restored where %+v is: %v", bad, p, err)
+			}
+		}
+		p.Num = num
+		w.restoreSlots(of[i], p, func(x []Restored) error { return w.e.RestoreIn(num, x) })
+		if err := w.e.Undrain(id); len(w.e.staging.regions) > 0 != errors.Is(err, tiers.ErrBusy) {
+			w.fatal("region %d is undrained while it is restored: %v", id, err)
+		} else if err == nil {
+			w.check(w.e.Drain(id))
+		}
+	}
+	w.mirror.carving = 0
+}
+
+// restoreSlots restores some slots of a piece.
+func (w *world) restoreSlots(s *modelSpace, in Piece, restore func([]Restored) error) {
+	id, at, g := in.Region, in.Placement, s.g
+	for slot := range in.Slots {
 		if w.chance(4) {
 			continue
 		}
@@ -63,13 +131,9 @@ func (w *world) restoreRegion() {
 		if x.Unverified && w.chance(3) {
 			w.arena[id][at.Offset+int64(slot)*at.Stride+w.rng.Int64N(int64(x.Pages)*g.PageBytes)]++
 		}
-		w.check(w.e.Restore(id, []Restored{x}))
+		w.check(restore([]Restored{x}))
+		w.mirror.restored(w, in, s, x)
 	}
-	w.bad = true // what is not verified is no hit
-	if w.chance(4) {
-		w.prepareStore(w.session())
-	}
-	w.e.EndRestore()
 }
 
 // good says whether the pages of an extent have the bytes that they should have.
