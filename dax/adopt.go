@@ -23,7 +23,8 @@ const regionSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 func (k Kind) PageSize() int64 { return pageSizeOf(k) }
 
 // Identity returns what tells the memory behind a descriptor from other memory, as long as a
-// process holds it: the device and inode, the size in bytes, and the seals; 0 if it cannot have any.
+// process holds it: the device and inode, the size in bytes, and the seals; 0 if it cannot have
+// any.
 func Identity(fd int) (dev, inode uint64, size int64, seals int, err error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -40,12 +41,13 @@ func Identity(fd int) (dev, inode uint64, size int64, seals int, err error) {
 }
 
 // Adopt maps a region that another process made, with the pages that it has. The kind is that of
-// the region, not KindAuto, and size its size in bytes. numaNode is as in Options, for pages that it
-// does not have yet.
+// the region, not KindAuto, and size its size in bytes. numaNode is as in Options, for pages that
+// it does not have yet.
 //
-// A memfd must have the seals of a region, so that no client can make this process fault. For a file
-// Adopt takes the lock through fd, which may be read-only, and opens the file again for clients; it
-// returns ErrBusy if another process has the lock. Identity and trust are the caller's to check.
+// A memfd must have the seals of a region, so that no client can make this process fault. For a
+// file Adopt takes the lock through fd, which may be read-only, and opens the file again for
+// clients; it returns ErrBusy if another process has the lock. Identity and trust are the caller's
+// to check.
 //
 // If Adopt returns no error, the region owns fd. Otherwise the caller still owns it.
 func Adopt(fd int, kind Kind, size int64, numaNode int) (r *Region, err error) {

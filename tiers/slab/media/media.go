@@ -110,8 +110,8 @@ func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
 	return l, nil
 }
 
-// EntryLayout returns the part of a layout that says what entries of a geometry look like. It has no
-// slots. It returns ErrLayout if the geometry is invalid.
+// EntryLayout returns the part of a layout that says what entries of a geometry look like. It has
+// no slots. It returns ErrLayout if the geometry is invalid.
 func EntryLayout(g tiers.Geometry) (Layout, error) {
 	g.PageTokens = pageTokens
 	if g.PageBytes < minPage || g.PageBytes > maxSlabSize/maxPages || g.PagesPerChunk < 1 ||
@@ -265,8 +265,8 @@ type Identity struct{ seed uint64 }
 // Identity returns the identity of the slab as formatted now.
 func (h *Header) Identity() Identity { return NewIdentity(h.Store, h.Index, h.Format) }
 
-// NewIdentity returns the identity of the slab with a number in a store. format is the random number
-// of its formatting.
+// NewIdentity returns the identity of the slab with a number in a store. format is the random
+// number of its formatting.
 func NewIdentity(store [16]byte, index uint32, format uint64) Identity {
 	var b [28]byte
 	copy(b[:], store[:])
