@@ -26,7 +26,7 @@ from lookaside.endpoint import EndpointError, open_endpoint
 from lookaside.handshake import SessionOptions
 from lookaside.mapping import map_region, populate, unmap
 from lookaside.regions import RegionSet
-from lookaside.session import Session
+from lookaside.session import Session, Subscriber
 
 from bench._report import Report, arguments
 
@@ -37,15 +37,12 @@ PATIENCE_S = 30.0
 HUGE = ("hugetlb", "thp")
 
 
-class Mapper:
+class Mapper(Subscriber):
     """Maps what a session hands over, as the worker role does."""
 
     def __init__(self) -> None:
         self.regions = RegionSet()
         self.kind = ""
-
-    def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
-        pass
 
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
         self.kind = region.kind
@@ -57,9 +54,6 @@ class Mapper:
             background=False,
             offset=region.offset,
         )
-
-    def on_region_removed(self, session: Session, region: int) -> None:
-        pass
 
     def on_lost(self, session: Session) -> None:
         self.regions.close()

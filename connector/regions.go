@@ -88,6 +88,22 @@ func (s *Server) AnnounceRegion(r Region) {
 	})
 }
 
+// RegionsReady tells workers that all regions that the arena begins with are announced. It must be
+// called once, with [Config].Preparing. Workers then unmap what they have kept of earlier sessions
+// and was not announced. A worker that does not take the message is given up.
+func (s *Server) RegionsReady() {
+	s.mu.Lock()
+	s.preparing = false // a worker that connects from now on has all regions with its handshake
+	workers := s.workers()
+	message := (&wire.RegionsReady{Regions: uint32(len(s.regions))}).Append(nil)
+	s.mu.Unlock()
+	eachOf(workers, func(w *session) {
+		if err := w.push(message); err != nil {
+			s.giveUp(w, "giving up a worker that does not take the end of the regions", 0, err)
+		}
+	})
+}
+
 // AwaitRegion waits until the workers that were connected when the region was announced have mapped
 // it or have found that they cannot, at most for patience. Before that a worker may lose a store
 // that is granted slots in the region. Mapping takes long where a device's driver pins every page.

@@ -92,6 +92,8 @@ type rigOptions struct {
 	log         *zap.Logger              // nil: none, but where tests are verbose
 	tiers       []tiertest.MemoryOptions // below the arena
 	makeRoom    func(g tiers.Geometry, slots int)
+	preparing   bool // no region is there at first; see connector.Config
+	onHeld      func(fds []int)
 }
 
 func newRig(t testing.TB, o rigOptions) *rig {
@@ -154,7 +156,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control,
 		MaxSpaces: o.spaces, MaxPages: o.maxPages, Lease: o.lease, ArenaLimit: 16 << 20,
 		MakeRoom:    o.makeRoom,
-		FrozenAfter: o.frozenAfter,
+		FrozenAfter: o.frozenAfter, Preparing: o.preparing, OnHeld: o.onHeld,
 	})
 	lo := ipc.LookupOptions{Limits: r.server.Limits(), Tick: 20 * time.Millisecond, Log: log}
 	if o.lmcache {
@@ -167,7 +169,9 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	ctx, cancel := context.WithCancel(context.Background())
 	r.cancel = cancel
 	go func() { r.served <- r.server.Serve(ctx, r.listener) }()
-	r.grow(o.regionBytes)
+	if !o.preparing {
+		r.grow(o.regionBytes)
+	}
 	t.Cleanup(r.close)
 	return r
 }

@@ -70,6 +70,15 @@ type Config struct {
 	// before the space is used. The caller holds Server.mu. May be nil.
 	OnSpace func(sp *tiers.Space, fields []wire.Field)
 
+	// Preparing says that the arena's first regions are still found or made, and that
+	// [Server.RegionsReady] will be called. Workers are told so when they connect.
+	Preparing bool
+
+	// OnHeld is called with the descriptors that a worker has sent with its Hello, at least one:
+	// those of the memory that it still has from an earlier session. They may be of anything. The
+	// callee owns them. Calls come from several goroutines. nil: they are closed.
+	OnHeld func(fds []int)
+
 	// MakeRoom is called with the number of slots that will be needed: 1 for each worker that
 	// connects, then the chunks of each store. A store waits for the call only if there is no room
 	// for it. While a call for a worker goes on, stores of that worker with room may be left out.
@@ -111,6 +120,7 @@ type Server struct {
 	spaces    []*space
 	regions   []Region
 	retracted map[uint32]struct{} // ids of regions that are gone
+	preparing bool                // see Config.Preparing
 
 	frail atomic.Int32 // how many of regions are the arena's and may fail; see Region.mayFail
 }
@@ -141,6 +151,7 @@ func New(cfg Config) *Server {
 		lingering:    make(map[*session]*lingerInfo),
 		instances:    make(map[instanceKey]*instance),
 		retracted:    make(map[uint32]struct{}),
+		preparing:    cfg.Preparing,
 	}
 }
 
@@ -183,7 +194,7 @@ func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 		s.mu.Unlock()
 		go func() {
 			defer s.wg.Done()
-			s.serveConn(conn)
+			s.serveConn(conn, l)
 			conn.Close()
 			conn.Recycle()
 			s.mu.Lock()
@@ -285,9 +296,11 @@ var refusalNames = [...]string{
 const refusals = len(refusalNames)
 
 // admit makes a session for the client that sent h, or returns a refusal. It also returns the
-// regions that a worker must be sent. The session is in the maps and an owner in the engine. The
-// caller must end it with s.leave, and unlock its sendMu after the handshake.
-func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refusal) {
+// regions that a worker must be sent, and whether RegionsReady will tell it of more. The session is
+// in the maps and an owner in the engine. The caller must end it with s.leave, and unlock its
+// sendMu after the handshake.
+func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (_ *session, _ []Region, preparing bool,
+	_ *refusal) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if h.Role == wire.RoleWorker {
@@ -295,7 +308,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 		s.makeSpaceRoom(h)
 	}
 	if s.draining.Load() || s.closed {
-		return nil, nil, refuse(wire.RefuseDraining, "the sidecar is shutting down")
+		return nil, nil, false, refuse(wire.RefuseDraining, "the sidecar is shutting down")
 	}
 	key := instanceKey{h.EngineID, h.Rank}
 	inst := s.instances[key]
@@ -303,20 +316,20 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 	if h.Role == wire.RoleWorker {
 		var r *refusal
 		if sp, r = s.spaceFor(h); r != nil {
-			return nil, nil, r
+			return nil, nil, false, r
 		}
 		if inst != nil && inst.space != sp {
 			diff := compare(&inst.space.hello, h, false)
-			return nil, nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
+			return nil, nil, false, refuseMismatch(wire.RefuseIncompatible, diff[0],
 				fmt.Sprintf("other sessions of engine %q, rank %d, use another space (%d fields differ)", h.EngineID, h.Rank, len(diff)))
 		}
 	} else {
 		var r *refusal
 		if sp, r = s.spaceOf(h); r != nil {
-			return nil, nil, r
+			return nil, nil, false, r
 		}
 		if diff := compare(&sp.hello, h, true); len(diff) > 0 {
-			return nil, nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
+			return nil, nil, false, refuseMismatch(wire.RefuseIncompatible, diff[0],
 				fmt.Sprintf("the worker of engine %q, rank %d, declared another space (%d fields differ)", h.EngineID, h.Rank, len(diff)))
 		}
 	}
@@ -327,11 +340,11 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 		if errors.Is(err, tiers.ErrBusy) {
 			code = wire.RefuseBusy
 		}
-		return nil, nil, refuse(code, err.Error())
+		return nil, nil, false, refuse(code, err.Error())
 	}
 	if h.Ranks > 1 {
 		if err := s.engine.SetTakers(engine.Owner(id), int(h.Ranks)); err != nil {
-			return nil, nil, refuse(wire.RefuseBusy, err.Error()) // it is shutting down
+			return nil, nil, false, refuse(wire.RefuseBusy, err.Error()) // it is shutting down
 		}
 	}
 	if inst == nil {
@@ -344,6 +357,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 	if h.Role == wire.RoleWorker {
 		inst.workers++
 		regions = slices.Clone(s.regions)
+		preparing = s.preparing
 	}
 	ses := &session{
 		server:    s,
@@ -369,7 +383,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 	ses.sendMu.Lock()
 	s.sessions[id] = ses
 	s.count.sessionsOpened.Add(1)
-	return ses, regions, nil
+	return ses, regions, preparing, nil
 }
 
 // spaceOf returns the space that the workers of all ranks of a scheduler have declared. The caller

@@ -89,11 +89,11 @@ type session struct {
 	}
 }
 
-// serveConn runs one connection from its Hello to its end.
-func (s *Server) serveConn(conn *ipc.Conn) {
+// serveConn runs one connection that l has accepted, from its Hello to its end.
+func (s *Server) serveConn(conn *ipc.Conn, l *ipc.Listener) {
 	peer := conn.Peer()
 	log := s.log.With(zap.Int("pid", int(peer.PID)), zap.Int("uid", int(peer.UID)))
-	ses, err := s.handshake(conn)
+	ses, err := s.handshake(conn, l)
 	if ses != nil {
 		defer s.leave(ses)
 	}
@@ -135,14 +135,15 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 
 // handshake receives the Hello and replies to it. The caller must end the session with leave if it
 // is not nil, also if there is an error. It must send the error to the client if it is a *refusal.
-func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
+func (s *Server) handshake(conn *ipc.Conn, l *ipc.Listener) (*session, error) {
 	if err := conn.SetRecvDeadline(time.Now().Add(handshakePatience)); err != nil {
 		return nil, err
 	}
-	b, err := conn.Recv()
+	b, held, err := conn.RecvFDs(nil)
 	if err != nil {
 		return nil, err
 	}
+	defer func() { closeAll(held) }()
 	if err := conn.SetRecvDeadline(time.Time{}); err != nil {
 		return nil, err
 	}
@@ -157,11 +158,20 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 		s.count.fail(KindMalformed)
 		return nil, refuse(wire.RefuseMalformed, err.Error())
 	}
-	ses, regions, r := s.admit(&h, conn)
+	if len(held) != int(h.Held) {
+		s.count.fail(KindMalformed)
+		return nil, refuse(wire.RefuseMalformed, fmt.Sprintf(
+			"the Hello came with %d descriptors, and names %d", len(held), h.Held))
+	}
+	ses, regions, preparing, r := s.admit(&h, conn)
 	if r != nil {
 		return nil, r
 	}
 	defer ses.sendMu.Unlock()
+	if s.cfg.OnHeld != nil && len(held) > 0 {
+		s.cfg.OnHeld(held)
+		held = nil
+	}
 
 	w := wire.Welcome{
 		Session:        ses.id,
@@ -172,12 +182,20 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 		Regions:        uint32(len(regions)),
 		MaxPages:       uint32(s.cfg.MaxPages),
 		LeaseMs:        uint32(min(s.cfg.Lease.Milliseconds(), 1<<31)),
+		Preparing:      preparing,
 	}
 	if s.cfg.Peers != nil {
 		w.Peers = s.cfg.Peers()
 	}
 	fds := []int{s.cfg.Control.FD()}
-	if ses.role == wire.RoleScheduler {
+	if ses.role == wire.RoleWorker {
+		claim, err := l.Claim(s.cfg.Generation)
+		if err != nil {
+			return ses, refuse(wire.RefuseBusy, err.Error())
+		}
+		defer unix.Close(claim)
+		fds = append(fds, claim)
+	} else {
 		direct, err := s.addReplies(ses, h.Direct)
 		if err != nil {
 			return ses, err
@@ -198,6 +216,12 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 		}
 	}
 	return ses, nil
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
 }
 
 // addReplies makes replies to a scheduler's session possible. It returns the descriptor of the

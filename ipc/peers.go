@@ -277,10 +277,10 @@ func (c *Conn) Died() <-chan struct{} { return c.watchDone }
 
 // RecvFDs receives like Recv, with file descriptors. It appends the descriptors that come with the
 // packet to fds; they are close-on-exec, and the caller owns them. With an error it appends none. A
-// packet with more than maxRecvFDs descriptors is ErrOversize.
+// packet with more than wire.MaxHeldFDs descriptors is ErrOversize.
 func (c *Conn) RecvFDs(fds []int) ([]byte, []int, error) {
 	if c.recvOOB == nil {
-		c.recvOOB = make([]byte, unix.CmsgSpace(maxRecvFDs*4))
+		c.recvOOB = make([]byte, unix.CmsgSpace(wire.MaxHeldFDs*4))
 		c.recvMsgFunc = c.recvMsgOnce
 	}
 	had := len(fds)
@@ -296,9 +296,6 @@ func (c *Conn) RecvFDs(fds []int) ([]byte, []int, error) {
 	}
 	return b, fds, nil
 }
-
-// maxRecvFDs is how many descriptors a peer may send with a packet.
-const maxRecvFDs = 4
 
 func (c *Conn) recvMsgOnce(fd uintptr) bool {
 	for {

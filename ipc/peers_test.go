@@ -277,7 +277,7 @@ func TestPeersPassDescriptors(t *testing.T) {
 		unix.Close(fd)
 	}
 	// More than are wanted: none is left open (the leak check looks).
-	many := slices.Repeat([]int{int(f.Fd())}, maxRecvFDs+3)
+	many := slices.Repeat([]int{int(f.Fd())}, wire.MaxHeldFDs+3)
 	if err := a.SendWaiting([]byte("many"), many...); err != nil {
 		t.Fatal(err)
 	}

@@ -35,8 +35,10 @@ type Session struct {
 	conn    *net.UnixConn
 	Welcome wire.Welcome
 	Control *os.File // the control region
+	Claim   *os.File // a worker's claim
 	Direct  *os.File // the direct socket, if the Hello asked for one
 	Notices []string // the texts of the sidecar's notices, oldest first
+	Ready   bool     // a worker was sent all regions that the sidecar begins with
 
 	buf []byte
 	oob []byte
@@ -58,22 +60,24 @@ func Connect(dir string) (*Session, error) {
 		oob: make([]byte, unix.CmsgSpace(4*8))}, nil
 }
 
-// Dial opens a session. It returns a *Refused if the sidecar refuses it.
-func Dial(dir string, hello *wire.Hello, timeout time.Duration) (*Session, error) {
+// Dial opens a session, and sends the descriptors with its Hello. It returns a *Refused if the
+// sidecar refuses it.
+func Dial(dir string, hello *wire.Hello, timeout time.Duration, held ...int) (*Session, error) {
 	s, err := Connect(dir)
 	if err != nil {
 		return nil, err
 	}
-	if err := s.Hello(hello, timeout); err != nil {
+	if err := s.Hello(hello, timeout, held...); err != nil {
 		s.Close()
 		return nil, err
 	}
 	return s, nil
 }
 
-// Hello does the handshake after Connect. The RegionAdded messages that follow it are not received.
-func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
-	sendErr := s.Send(hello)
+// Hello does the handshake after Connect, and sends the descriptors with the message, which must
+// give their number. The RegionAdded messages that follow it are not received.
+func (s *Session) Hello(hello *wire.Hello, timeout time.Duration, held ...int) error {
+	_, _, sendErr := s.conn.WriteMsgUnix(hello.Append(nil), unix.UnixRights(held...), nil)
 	if sendErr != nil && !errors.Is(sendErr, unix.EPIPE) {
 		return sendErr
 	}
@@ -86,6 +90,8 @@ func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 		switch {
 		case s.Control == nil:
 			s.Control = fd
+		case s.Claim == nil && hello.Role == wire.RoleWorker:
+			s.Claim = fd
 		case s.Direct == nil && hello.Direct:
 			s.Direct = fd
 		default:
@@ -111,9 +117,13 @@ func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 	if s.Control == nil {
 		return errors.New("handshake: no control region came with the welcome")
 	}
+	if s.Claim == nil && hello.Role == wire.RoleWorker {
+		return errors.New("handshake: no claim came with the welcome")
+	}
 	if s.Direct == nil && hello.Direct {
 		return errors.New("handshake: no direct socket came with the welcome")
 	}
+	s.Ready = !s.Welcome.Preparing
 	return nil
 }
 
@@ -136,20 +146,40 @@ func (s *Session) SendRaw(b []byte) error {
 }
 
 // Recv waits for the next packet and returns it with the files that came with it. The bytes are
-// valid until the next call. The caller owns the files. A Notice is added to Notices and not
-// returned.
+// valid until the next call. The caller owns the files. A Notice, a RegionsReady and a Moved are
+// noted in the session, and not returned.
 func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 	if err := s.conn.SetReadDeadline(time.Now().Add(timeout)); err != nil {
 		return nil, nil, err
 	}
 	for {
 		b, files, err := s.recv()
-		var n wire.Notice
-		if err != nil || n.Decode(b, &wire.DefaultLimits) != nil {
+		if err != nil || !s.note(b, files) {
 			return b, files, err
 		}
-		s.Notices = append(s.Notices, n.Text)
 	}
+}
+
+// note reports whether a packet needs no caller, and if so notes what it says.
+func (s *Session) note(b []byte, files []*os.File) bool {
+	var notice wire.Notice
+	var ready wire.RegionsReady
+	var moved wire.Moved
+	switch {
+	case notice.Decode(b, &wire.DefaultLimits) == nil:
+		s.Notices = append(s.Notices, notice.Text)
+	case ready.Decode(b, &wire.DefaultLimits) == nil:
+		s.Ready = true
+	case moved.Decode(b, &wire.DefaultLimits) == nil && len(files) == 1:
+		_ = s.Control.Close()
+		s.Control = files[0]
+		s.Welcome.Generation = moved.Generation
+		s.Welcome.LookupEndpoint = moved.LookupEndpoint
+		s.Welcome.ReplyEndpoint = moved.ReplyEndpoint
+	default:
+		return false
+	}
+	return true
 }
 
 func (s *Session) recv() ([]byte, []*os.File, error) {
@@ -229,6 +259,10 @@ func (s *Session) Close() error {
 	if s.Control != nil {
 		err = errors.Join(err, s.Control.Close())
 		s.Control = nil
+	}
+	if s.Claim != nil {
+		err = errors.Join(err, s.Claim.Close())
+		s.Claim = nil
 	}
 	if s.Direct != nil {
 		err = errors.Join(err, s.Direct.Close())

@@ -29,6 +29,9 @@ type Hello struct {
 	// Direct asks for a direct socket: its fd then travels with the Welcome, after that of the
 	// control region. For schedulers.
 	Direct bool
+	// Held is how many descriptors travel with the message, at most MaxHeldFDs: those of the memory
+	// that a worker still has from an earlier session, for a sidecar that has lost it. For workers.
+	Held uint32
 }
 
 func (m *Hello) fields(v *visitor) *visitor {
@@ -50,13 +53,19 @@ func (m *Hello) fields(v *visitor) *visitor {
 	v.space(&m.Fields)
 	v.flag("direct", &m.Direct)
 	v.check(!worker || !m.Direct, "direct", "a worker looks nothing up")
+	v.u32("held", &m.Held)
+	v.check(m.Held <= MaxHeldFDs, "held", "above the limit")
+	v.check(worker || m.Held == 0, "held", "a scheduler has no memory")
 	return v
 }
 
-// Welcome accepts a session. The control region's fd travels with it, then that of the direct
-// socket if the Hello asked for one. A direct socket is of type SOCK_SEQPACKET and carries the
-// lookup messages of the session, one a packet, both ways. A message that it does not take may be
-// sent to LookupEndpoint. All answers come over the direct socket.
+// Welcome accepts a session. The control region's fd travels with it. For a worker the fd of its
+// claim follows. The worker keeps it until the session has ended, none of its copies goes on and
+// the next sidecar has welcomed it; until then no sidecar reuses what the worker may be copying.
+// For a scheduler the fd of the direct socket follows if the Hello asked for one. A direct socket
+// is of type SOCK_SEQPACKET and carries the lookup messages of the session, one a packet, both
+// ways. A message that it does not take may be sent to LookupEndpoint. All answers come over the
+// direct socket.
 type Welcome struct {
 	Version uint16 // written as [Version] when 0
 	Session uint64 // never 0; not a secret: the status page shows it
@@ -75,6 +84,9 @@ type Welcome struct {
 	// Peers is the id of the group of sidecars of this host that lend to each other, 0 if this one
 	// is alone.
 	Peers uint64
+	// Preparing says that the sidecar still finds or makes its memory: regions come later, and
+	// RegionsReady when all are there. Without it, all are there with the handshake.
+	Preparing bool
 }
 
 func (m *Welcome) fields(v *visitor) *visitor {
@@ -90,6 +102,7 @@ func (m *Welcome) fields(v *visitor) *visitor {
 	v.u32("max_pages", &m.MaxPages)
 	v.u32("lease_ms", &m.LeaseMs)
 	v.u64("peers", &m.Peers)
+	v.flag("preparing", &m.Preparing)
 	return v
 }
 
@@ -408,6 +421,36 @@ type RegionMapped struct{ Region uint32 }
 func (m *RegionMapped) fields(v *visitor) *visitor {
 	v.begin(TypeRegionMapped)
 	v.u32("region", &m.Region)
+	return v
+}
+
+// RegionsReady tells a worker whose Welcome said Preparing that it has been sent all regions that
+// the sidecar has found or made at its start. Memory of earlier sessions that is none of them is
+// not wanted any more. Other regions may still come, as the arena grows. There is no reply.
+type RegionsReady struct {
+	Regions uint32 // how many there are
+}
+
+func (m *RegionsReady) fields(v *visitor) *visitor {
+	v.begin(TypeRegionsReady)
+	v.u32("regions", &m.Regions)
+	return v
+}
+
+// Moved tells a client that another process serves its session from now on, which goes on as it
+// was: handles, leases, regions and the direct socket stay. It replaces what the Welcome said. The
+// fd of the new control region travels with it. There is no reply.
+type Moved struct {
+	Generation     uint64 // of the new control region
+	LookupEndpoint string // as in Welcome
+	ReplyEndpoint  string // as in Welcome
+}
+
+func (m *Moved) fields(v *visitor) *visitor {
+	v.begin(TypeMoved)
+	v.u64("generation", &m.Generation)
+	v.str("lookup_endpoint", &m.LookupEndpoint, v.lim.TextBytes)
+	v.str("reply_endpoint", &m.ReplyEndpoint, v.lim.TextBytes)
 	return v
 }
 

@@ -41,6 +41,8 @@ const (
 	TypeRegionUnmapped Type = 42
 	TypeRegionMapped   Type = 43
 	TypeNotice         Type = 44
+	TypeRegionsReady   Type = 45
+	TypeMoved          Type = 46
 	TypeError          Type = 50
 	TypeLookup         Type = 60
 	TypeLookupResult   Type = 61
@@ -84,6 +86,8 @@ var kinds = map[Type]struct {
 	TypeRegionUnmapped: {"RegionUnmapped", empty[RegionUnmapped]},
 	TypeRegionMapped:   {"RegionMapped", empty[RegionMapped]},
 	TypeNotice:         {"Notice", empty[Notice]},
+	TypeRegionsReady:   {"RegionsReady", empty[RegionsReady]},
+	TypeMoved:          {"Moved", empty[Moved]},
 	TypeError:          {"Error", empty[Error]},
 	TypeLookup:         {"Lookup", empty[Lookup]},
 	TypeLookupResult:   {"LookupResult", empty[LookupResult]},
@@ -148,6 +152,8 @@ func (*RegionRemoved) Type() Type  { return TypeRegionRemoved }
 func (*RegionUnmapped) Type() Type { return TypeRegionUnmapped }
 func (*RegionMapped) Type() Type   { return TypeRegionMapped }
 func (*Notice) Type() Type         { return TypeNotice }
+func (*RegionsReady) Type() Type   { return TypeRegionsReady }
+func (*Moved) Type() Type          { return TypeMoved }
 func (*Error) Type() Type          { return TypeError }
 func (*Lookup) Type() Type         { return TypeLookup }
 func (*LookupResult) Type() Type   { return TypeLookupResult }
@@ -184,6 +190,8 @@ func (m *RegionRemoved) Append(dst []byte) []byte  { return m.fields(write(dst))
 func (m *RegionUnmapped) Append(dst []byte) []byte { return m.fields(write(dst)).bytes() }
 func (m *RegionMapped) Append(dst []byte) []byte   { return m.fields(write(dst)).bytes() }
 func (m *Notice) Append(dst []byte) []byte         { return m.fields(write(dst)).bytes() }
+func (m *RegionsReady) Append(dst []byte) []byte   { return m.fields(write(dst)).bytes() }
+func (m *Moved) Append(dst []byte) []byte          { return m.fields(write(dst)).bytes() }
 func (m *Error) Append(dst []byte) []byte          { return m.fields(write(dst)).bytes() }
 func (m *Lookup) Append(dst []byte) []byte         { return m.fields(write(dst)).bytes() }
 func (m *LookupResult) Append(dst []byte) []byte   { return m.fields(write(dst)).bytes() }
@@ -220,6 +228,8 @@ func (m *RegionRemoved) Decode(b []byte, l *Limits) error  { return m.fields(rea
 func (m *RegionUnmapped) Decode(b []byte, l *Limits) error { return m.fields(read(b, l)).done() }
 func (m *RegionMapped) Decode(b []byte, l *Limits) error   { return m.fields(read(b, l)).done() }
 func (m *Notice) Decode(b []byte, l *Limits) error         { return m.fields(read(b, l)).done() }
+func (m *RegionsReady) Decode(b []byte, l *Limits) error   { return m.fields(read(b, l)).done() }
+func (m *Moved) Decode(b []byte, l *Limits) error          { return m.fields(read(b, l)).done() }
 func (m *Error) Decode(b []byte, l *Limits) error          { return m.fields(read(b, l)).done() }
 func (m *Lookup) Decode(b []byte, l *Limits) error         { return m.fields(read(b, l)).done() }
 func (m *LookupResult) Decode(b []byte, l *Limits) error   { return m.fields(read(b, l)).done() }

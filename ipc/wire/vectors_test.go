@@ -41,7 +41,8 @@ type vector struct {
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
 	TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true,
-	TypeNotice: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
+	TypeNotice: true, TypeRegionsReady: true, TypeMoved: true, TypeError: true,
+	TypeLookupResult: true, TypeLookupPending: true,
 }
 
 func receiver(t Type) string {
@@ -88,6 +89,13 @@ func goodMessages() []named {
 			PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1,
 			Rank: math.MaxUint32, Ranks: 1,
 			EngineID: strings.Repeat("x", 256), Fields: manyFields(64)}},
+		{"hello of a worker that has memory", &Hello{Version: Version, Role: RoleWorker,
+			EngineID: "e", Ranks: 1, PageTokens: 16, PageBytes: 4096, PagesPerChunk: 4,
+			DigestBytes: 32, Held: MaxHeldFDs}},
+		{"welcome before the memory is there", &Welcome{Version: Version, Session: 2,
+			Secret: digests(1, 16), Generation: 1<<62 - 1, Fingerprint: digests(1, 32),
+			LookupEndpoint: "ipc:///run/l/lookup.sock", MaxPages: 65536, LeaseMs: 30000,
+			Preparing: true}},
 		{"welcome worker", &Welcome{Version: Version, Session: big, Secret: digests(1, 16),
 			Generation: 1 << 63, Fingerprint: digests(1, 32),
 			LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536,
@@ -145,6 +153,10 @@ func goodMessages() []named {
 		{"region unmapped large", &RegionUnmapped{Region: math.MaxUint32}},
 		{"region mapped", &RegionMapped{Region: 9}},
 		{"region mapped large", &RegionMapped{Region: math.MaxUint32}},
+		{"regions ready", &RegionsReady{Regions: 5}},
+		{"moved", &Moved{Generation: 1<<62 - 1, LookupEndpoint: "ipc:///run/l/lookup.sock",
+			ReplyEndpoint: "ipc:///run/l/reply.sock"}},
+		{"moved worker", &Moved{Generation: 1}},
 		{"notice", &Notice{Text: "the seed of the hashes differs"}},
 		{"error", &Error{ID: 4, Code: CodeNotFound, Message: "no such load"}},
 		{"lookup", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 7,
@@ -297,45 +309,55 @@ func badMessages() []vector {
 	add(TypeLookup, "hash before declares 4 GiB", "99 3c 05"+secret+"06 07 c6 ffffffff aa")
 
 	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "another version with another body", "92 01 0a")
+	add(TypeHello, "another version with another body", "92 01 0b")
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9c 01 09 a6776f726b6572"
-	add(TypeHello, "unknown role", "9c 01 09 a561646d696e a0 00 01 10 cd1000 10 20 80 00")
-	add(TypeHello, "empty role", "9c 01 09 a0 a0 00 01 10 cd1000 10 20 80 00")
-	add(TypeHello, "role as bytes", "9c 01 09 c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
-	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80 00")
+	const worker = "9d 01 0a a6776f726b6572"
+	add(TypeHello, "unknown role", "9d 01 0a a561646d696e a0 00 01 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "empty role", "9d 01 0a a0 a0 00 01 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "role as bytes", "9d 01 0a c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80 00 00")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+
-		"00 01 10 cd1000 10 20 80 00")
-	add(TypeHello, "a worker with a direct socket", worker+"a0 00 01 10 cd1000 10 20 80 01")
-	add(TypeHello, "direct as a boolean", worker+"a0 00 01 10 cd1000 10 20 80 c2")
-	add(TypeHello, "the body of version 8", "9b 01 09 a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
+		"00 01 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "a worker with a direct socket", worker+"a0 00 01 10 cd1000 10 20 80 01 00")
+	add(TypeHello, "direct as a boolean", worker+"a0 00 01 10 cd1000 10 20 80 c2 00")
+	add(TypeHello, "the body of version 8", "9b 01 0a a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "the body of version 9",
+		"9c 01 0a a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
+	add(TypeHello, "descriptors above the limit", worker+"a0 00 01 10 cd1000 10 20 80 00 41")
+	add(TypeHello, "negative descriptors", worker+"a0 00 01 10 cd1000 10 20 80 00 ff")
+	add(TypeHello, "a scheduler with descriptors",
+		"9d 01 0a a97363686564756c6572 a0 00 01 10 00 10 20 80 00 01")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
-	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80 00")
-	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80 00")
-	add(TypeHello, "ranks wrap", "9c 01 09 a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00")
-	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80 00")
-	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80 00")
-	add(TypeHello, "page bytes above 63 bits", worker+"a0 00 01 10 cfffffffffffffffff 10 20 80 00")
-	add(TypeHello, "zero pages per chunk", worker+"a0 00 01 10 cd1000 00 20 80 00")
-	add(TypeHello, "zero digest bytes", worker+"a0 00 01 10 cd1000 10 00 80 00")
-	add(TypeHello, "digest bytes above 32", worker+"a0 00 01 10 cd1000 10 21 80 00")
-	add(TypeHello, "fields as an array", worker+"a0 00 01 10 cd1000 10 20 90 00")
-	add(TypeHello, "duplicate field", worker+"a0 00 01 10 cd1000 10 20 82 a161a131 a161a132 00")
-	add(TypeHello, "fields out of order", worker+"a0 00 01 10 cd1000 10 20 82 a162a131 a161a132 00")
-	add(TypeHello, "field key as a number", worker+"a0 00 01 10 cd1000 10 20 81 01 a131 00")
-	add(TypeHello, "field value nested", worker+"a0 00 01 10 cd1000 10 20 81 a161 81a161a162 00")
+	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "ranks wrap",
+		"9d 01 0a a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00 00")
+	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80 00 00")
+	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80 00 00")
+	add(TypeHello, "page bytes above 63 bits",
+		worker+"a0 00 01 10 cfffffffffffffffff 10 20 80 00 00")
+	add(TypeHello, "zero pages per chunk", worker+"a0 00 01 10 cd1000 00 20 80 00 00")
+	add(TypeHello, "zero digest bytes", worker+"a0 00 01 10 cd1000 10 00 80 00 00")
+	add(TypeHello, "digest bytes above 32", worker+"a0 00 01 10 cd1000 10 21 80 00 00")
+	add(TypeHello, "fields as an array", worker+"a0 00 01 10 cd1000 10 20 90 00 00")
+	add(TypeHello, "duplicate field", worker+"a0 00 01 10 cd1000 10 20 82 a161a131 a161a132 00 00")
+	add(TypeHello, "fields out of order",
+		worker+"a0 00 01 10 cd1000 10 20 82 a162a131 a161a132 00 00")
+	add(TypeHello, "field key as a number", worker+"a0 00 01 10 cd1000 10 20 81 01 a131 00 00")
+	add(TypeHello, "field value nested", worker+"a0 00 01 10 cd1000 10 20 81 a161 81a161a162 00 00")
 	add(TypeHello, "field key above the limit", worker+"a0 00 01 10 cd1000 10 20 81 d941"+rep("61",
-		65)+"a131 00")
+		65)+"a131 00 00")
 	add(TypeHello, "field value above the limit", worker+"a0 00 01 10 cd1000 10 20 81 a161 da0201"+
-		rep("61", 513)+"00")
+		rep("61", 513)+"00 00")
 	add(TypeHello, "map bomb", worker+"a0 00 01 10 cd1000 10 20 df ffffffff")
 	var many strings.Builder
 	for i := range 65 {
 		fmt.Fprintf(&many, "a3%x a0", fmt.Sprintf("%03d", i))
 	}
-	add(TypeHello, "fields above the limit", worker+"a0 00 01 10 cd1000 10 20 de0041"+many.String()+"00")
+	add(TypeHello, "fields above the limit", worker+"a0 00 01 10 cd1000 10 20 de0041"+
+		many.String()+"00 00")
 
 	add(TypePrepareStore, "hashes empty", "97 0a 01 00 c400 c400 01 00")
 	add(TypePrepareStore, "no hash before a later page", "97 0a 01 10 c400 c420"+digest+"01 00")
@@ -369,20 +391,25 @@ func badMessages() []vector {
 	add(TypeCancel, "without a secret", "93 3f 01 01")
 
 	welcome := func(session, fp, rest string) string {
-		return "9c 02 09" + session + secret + "00" +
+		return "9d 02 0a" + session + secret + "00" +
 			fp + rest
 	}
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
-	add(TypeWelcome, "another version with another body", "93 02 0a c0")
-	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00"))
-	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01 00"))
-	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01 00"))
-	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest,
-		"da0401"+rep("61", 1025)+"a0 00 01 01 00"))
-	add(TypeWelcome, "a short secret", "9c 02 09 01 c40f"+rep("5e", 15)+"00 c420"+digest+
+	add(TypeWelcome, "another version with another body", "93 02 0b c0")
+	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00 00"))
+	add(TypeWelcome, "the body of version 9", "9c 02 0a 01"+secret+"00 c420"+digest+
 		"a161 a0 00 01 01 00")
+	add(TypeWelcome, "a flag of two", welcome("01", "c420"+digest, "a161 a0 00 01 01 00 02"))
+	add(TypeWelcome, "short fingerprint",
+		welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01 00 00"))
+	add(TypeWelcome, "fingerprint as a string",
+		welcome("01", "d920"+digest, "a161 a0 00 01 01 00 00"))
+	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest,
+		"da0401"+rep("61", 1025)+"a0 00 01 01 00 00"))
+	add(TypeWelcome, "a short secret", "9d 02 0a 01 c40f"+rep("5e", 15)+"00 c420"+digest+
+		"a161 a0 00 01 01 00 00")
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 09 a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 0a a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -434,6 +461,12 @@ func badMessages() []vector {
 	add(TypeNotice, "text that is a number", "92 2c 01")
 	add(TypeNotice, "no text", "91 2c")
 	add(TypeNotice, "text that is not UTF-8", "92 2c a1ff")
+	add(TypeRegionsReady, "no number", "91 2d")
+	add(TypeRegionsReady, "trailing bytes", "92 2d 01 00")
+	add(TypeMoved, "no endpoints", "92 2e 01")
+	add(TypeMoved, "negative generation", "94 2e ff a0 a0")
+	add(TypeMoved, "endpoint as bytes", "94 2e 01 c400 a0")
+	add(TypeMoved, "endpoint above the limit", "94 2e 01 da0401"+rep("61", 1025)+"a0")
 	add(TypeError, "message as bytes", "94 32 01 a0 c400")
 	add(TypeLookupResult, "hit pages above 32 bits", "95 3d 06 cf0000000100000000 00 00")
 	add(TypeLookupResult, "negative hit", "95 3d 06 ff 00 00")
@@ -448,15 +481,15 @@ func badMessages() []vector {
 
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
-	add(TypePeerHello, "another version with another body", "92 46 0a")
-	add(TypePeerHello, "zero generation", hello("09", "00"))
-	add(TypePeerHello, "generation as bytes", hello("09", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 09 01 00")
-	add(TypePeerHello, "trailing bytes", hello("09", "01 00"))
+	add(TypePeerHello, "another version with another body", "92 46 0b")
+	add(TypePeerHello, "zero generation", hello("0a", "00"))
+	add(TypePeerHello, "generation as bytes", hello("0a", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 0a 01 00")
+	add(TypePeerHello, "trailing bytes", hello("0a", "01 00"))
 	add(TypePeerWelcome, "another version", "94 47 05 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 09 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 09 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 09 01 cf0000000100000000")
+	add(TypePeerWelcome, "zero generation", "94 47 0a 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 0a 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 0a 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")

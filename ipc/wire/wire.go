@@ -26,7 +26,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 9
+const Version = 10
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram must fit the
 // sender's buffer whole, so both ends set SO_SNDBUF to [SocketBufferBytes].
@@ -35,6 +35,9 @@ const MaxPacketBytes = 256 << 10
 // SocketBufferBytes is the SO_SNDBUF that a session socket needs for [MaxPacketBytes] and the
 // kernel's bookkeeping.
 const SocketBufferBytes = 1 << 20
+
+// MaxHeldFDs is how many descriptors may travel with a Hello.
+const MaxHeldFDs = 64
 
 // Lengths of the byte strings in messages.
 const (

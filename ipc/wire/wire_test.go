@@ -257,6 +257,8 @@ func random(r *rand.Rand, typ Type) Message {
 			PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
 		if m.Role == RoleScheduler {
 			m.Ranks, m.Direct = 1|u32()>>1, r.IntN(2) == 1
+		} else {
+			m.Held = uint32(r.IntN(MaxHeldFDs + 1))
 		}
 		for i := range r.IntN(40) {
 			m.Fields = append(m.Fields, Field{string(rune('A' + i)), text()})
@@ -265,7 +267,7 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypeWelcome:
 		return &Welcome{Version: Version, Session: id(), Secret: raw(16), Generation: u64(),
 			Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(),
-			MaxPages: u32(), LeaseMs: u32(), Peers: u64()}
+			MaxPages: u32(), LeaseMs: u32(), Peers: u64(), Preparing: r.IntN(2) == 1}
 	case TypeRefuse:
 		return &Refuse{Version: Version, Code: text(), Field: text(), Want: text(), Got: text(),
 			Message: text()}
@@ -321,6 +323,10 @@ func random(r *rand.Rand, typ Type) Message {
 		return &RegionUnmapped{Region: u32()}
 	case TypeRegionMapped:
 		return &RegionMapped{Region: u32()}
+	case TypeRegionsReady:
+		return &RegionsReady{Regions: u32()}
+	case TypeMoved:
+		return &Moved{Generation: u64(), LookupEndpoint: text(), ReplyEndpoint: text()}
 	case TypeNotice:
 		return &Notice{Text: text()}
 	case TypeError:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from lookaside import wire
 from lookaside.connection import Pending, SessionUnavailable
 from lookaside.ratelog import RateLimitedLog
-from lookaside.session import Session
+from lookaside.session import Session, Subscriber
 
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")
@@ -41,8 +41,8 @@ _RETRY_FIRST_S = 0.5
 _RETRY_LAST_S = 30.0
 
 
-class _Rank:
-    """What is void in one session's space (session.Subscriber). Guarded by Clearing._lock."""
+class _Rank(Subscriber):
+    """What is void in one session's space. Guarded by Clearing._lock."""
 
     def __init__(self, clearing: Clearing, session: Session) -> None:
         self.session = session
@@ -147,15 +147,6 @@ class _Rank:
                 self._leave_note()
             self._retry_at = 0.0
             self._clearing._note_change()
-
-    def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
-        pass  # a scheduler is given no regions
-
-    def on_region_removed(self, session: Session, region: int) -> None:
-        pass
-
-    def on_lost(self, session: Session) -> None:
-        pass
 
 
 class Clearing:

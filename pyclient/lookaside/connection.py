@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from lookaside import notices, wire
 from lookaside.control import Control
 from lookaside.endpoint import open_endpoint
@@ -61,6 +63,10 @@ class Audience(Protocol):
 
     def remove_region(self, region: int) -> None:
         """The sidecar wants a region unmapped."""
+        ...
+
+    def regions_ready(self) -> None:
+        """The sidecar has added all regions that it begins with."""
         ...
 
 
@@ -249,10 +255,14 @@ class Connection:
         assert self.line is not None
         deadline = time.monotonic() + _CONNECT_PATIENCE_S
         greet(self.line, self._options)
-        welcome, control, direct = welcomed(*self._receive_by(deadline), self._options)
+        answer, fds = self._receive_by(deadline)
+        welcome, control = welcomed(answer, fds, self._options)
         with self._lock:
             self._control = control
-            self._direct = direct
+            if self._options.role == "scheduler":
+                self._direct = socket.socket(fileno=fds.pop())
+            else:
+                self.line.take_claim(fds.pop())
             if control.generation != welcome.generation:
                 raise HandshakeError("control region and welcome are of different sidecar runs")
             self.welcome = welcome
@@ -263,6 +273,8 @@ class Connection:
                 close_all(fds)
                 raise HandshakeError(f"{type(added).__name__} for a RegionAdded")
             self._hand_over(added, fds)
+        if not welcome.preparing:
+            self._audience.regions_ready()
         return welcome
 
     def _hand_over(self, added: wire.RegionAdded, fds: list[int]) -> None:
@@ -337,15 +349,42 @@ class Connection:
         if isinstance(message, wire.RegionAdded):
             self._hand_over(message, fds)
             return
+        if isinstance(message, wire.Moved):
+            self._move(message, fds)
+            return
         close_all(fds)
         if isinstance(message, wire.RegionRemoved):
             self._audience.remove_region(message.region)
+        elif isinstance(message, wire.RegionsReady):
+            self._audience.regions_ready()
         elif isinstance(message, wire.Notice):
             notices.show(message.text)
         elif isinstance(message, _REPLIES):
             self._answer(message)
         elif not isinstance(message, wire.Pong):
             raise HandshakeError(f"unexpected {type(message).__name__}")
+
+    def _move(self, message: wire.Moved, fds: list[int]) -> None:
+        """Look at the control region of the process that serves the session from now on."""
+        try:
+            if len(fds) != 1:
+                raise HandshakeError(f"Moved with {len(fds)} fds")
+            control = Control(fds[0])
+        finally:
+            close_all(fds)
+        with self._lock:
+            old, self._control = self._control, control
+            if control.generation != message.generation:
+                raise HandshakeError("control region and Moved are of different sidecar runs")
+            assert self.welcome is not None
+            self.welcome = msgspec.structs.replace(
+                self.welcome,
+                generation=message.generation,
+                lookup_endpoint=message.lookup_endpoint,
+                reply_endpoint=message.reply_endpoint,
+            )
+            if old is not None:
+                old.close()
 
     def _answer(self, message: Any) -> None:
         """Give a reply to who waits for its request, or to the request's on_late."""

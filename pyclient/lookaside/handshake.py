@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +52,8 @@ class SessionOptions:
     """What else must agree for bytes to be reusable; part of the fingerprint."""
 
 
-def greet(line: Line, options: SessionOptions) -> None:
-    """Send the Hello that opens a session."""
+def greet(line: Line, options: SessionOptions, held: Sequence[int] = ()) -> None:
+    """Send the Hello that opens a session, with the descriptors of memory that is held."""
     hello = wire.Hello(
         version=wire.VERSION,
         role=options.role,
@@ -64,32 +66,37 @@ def greet(line: Line, options: SessionOptions) -> None:
         digest_bytes=options.digest_bytes,
         fields=dict(sorted(options.fields.items())),
         direct=int(options.role == "scheduler"),
+        held=len(held),
     )
     # A sidecar without room for us may have refused and closed already.
     with contextlib.suppress(BrokenPipeError):
-        line.socket.send(wire.encode(hello), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        line.socket.sendmsg(
+            [wire.encode(hello)],
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", held))] if held else [],
+            socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL,
+        )
 
 
-def welcomed(
-    message: Any, fds: list[int], options: SessionOptions
-) -> tuple[wire.Welcome, Control, socket.socket | None]:
+def welcomed(message: Any, fds: list[int], options: SessionOptions) -> tuple[wire.Welcome, Control]:
     """Check the answer to the Hello, and map the control region that travels with it.
 
-    Returns a scheduler's direct socket as well, which the caller closes. Closes fds. Raises
-    RefusedError for a refusal, HandshakeError for anything that is no welcome, and RegionError for
-    a control region that cannot be used. The caller closes the control region.
+    Leaves in fds the one of the role's own, a scheduler's direct socket or a worker's claim, and
+    closes the others. Raises RefusedError for a refusal, HandshakeError for anything that is no
+    welcome, and RegionError for a control region that cannot be used; it then closes all. The
+    caller closes the control region.
     """
     try:
         if isinstance(message, wire.Refuse):
             raise RefusedError(message)
-        wanted = 2 if options.role == "scheduler" else 1
-        if not isinstance(message, wire.Welcome) or len(fds) != wanted:
+        if not isinstance(message, wire.Welcome) or len(fds) != 2:
             raise HandshakeError(f"{type(message).__name__} with {len(fds)} fds for a Welcome")
         if message.version != wire.VERSION or not message.session:
             raise HandshakeError(f"welcomed with version {message.version}")
         if message.regions > _MAX_REGIONS:
             raise HandshakeError(f"{message.regions} regions announced")
         control = Control(fds[0])
-        return message, control, socket.socket(fileno=fds.pop()) if wanted == 2 else None
-    finally:
+    except BaseException:
         close_all(fds)
+        raise
+    os.close(fds.pop(0))
+    return message, control

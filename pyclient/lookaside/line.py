@@ -1,4 +1,4 @@
-"""The socket of one session, and the messages on it."""
+"""The socket and the claim of one session, and the messages on the socket."""
 
 from __future__ import annotations
 
@@ -16,18 +16,31 @@ class HandshakeError(RuntimeError):
 
 
 class Line:
-    """One session's socket. It closes when nobody holds it; it is made held once.
+    """One session's socket and a worker's claim. It is made held once.
 
-    hold and release are for any thread. receive is for the session's thread alone.
+    The socket closes when nobody holds the line: a sidecar that lives then gives what it granted
+    us to others. The claim is a descriptor that says the same to a sidecar that comes after ours
+    has died: it reuses no memory as long as a claim of an earlier run is open. So the claim closes
+    when nobody holds the line and the next sidecar knows of us (end_claim).
+
+    receive is for the session's thread alone, forget_after_fork for a forked child. The other
+    methods are for any thread.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self._lock = threading.Lock()
         self._holds = 1
+        self._claim = -1
+        self._wanted = True  # the claim, even if nobody holds the line
+
+    def take_claim(self, fd: int) -> None:
+        """Keep the session's claim; the line owns it."""
+        with self._lock:
+            self._claim = fd
 
     def hold(self) -> None:
-        """Keep the socket open until a further release."""
+        """Keep the socket and the claim open until a further release."""
         with self._lock:
             self._holds += 1
 
@@ -36,13 +49,38 @@ class Line:
         with self._lock:
             self._holds -= 1
             last = not self._holds
+            claim = self._spent_claim()
         if last:
             self.socket.close()
+        if claim >= 0:
+            os.close(claim)
+
+    def end_claim(self) -> None:
+        """Want the claim no longer than somebody holds the line. Safe to call again."""
+        with self._lock:
+            self._wanted = False
+            claim = self._spent_claim()
+        if claim >= 0:
+            os.close(claim)
+
+    def _spent_claim(self) -> int:
+        """Return the claim if it is to be closed, -1 otherwise. The caller holds _lock."""
+        if self._holds or self._wanted:
+            return -1
+        claim, self._claim = self._claim, -1
+        return claim
 
     @property
     def is_open(self) -> bool:
-        """Whether the socket is open."""
-        return self.socket.fileno() >= 0
+        """Whether the socket or the claim is open."""
+        return self.socket.fileno() >= 0 or self._claim >= 0
+
+    def forget_after_fork(self) -> None:
+        """Close the child's copies, without the lock, which must not be touched."""
+        self.socket.close()
+        claim, self._claim = self._claim, -1
+        if claim >= 0:
+            os.close(claim)
 
     def receive(self, buffer: bytearray) -> tuple[Any, list[int]] | None:
         """Return one message with its fds, or None if there is none now. The caller owns the fds.

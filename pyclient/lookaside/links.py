@@ -20,7 +20,7 @@ import zmq
 
 from lookaside import wire
 from lookaside.ratelog import RateLimitedLog
-from lookaside.session import Session
+from lookaside.session import Session, Subscriber
 
 _MAX_ANSWER_BYTES = 256
 # Messages over ZMQ that the sidecar has not read yet. libzmq learns late of those that it has read,
@@ -37,22 +37,22 @@ class Link:
         "_endpoint",
         "_pid",
         "_push",
+        "_session",
         "mute",
         "secret",
         "session_id",
     )
 
-    def __init__(
-        self, direct: socket.socket, endpoint: str, session_id: int, secret: bytes
-    ) -> None:
-        """endpoint is the ZMQ endpoint for what the direct socket does not take."""
+    def __init__(self, direct: socket.socket, session: Session, welcome: wire.Welcome) -> None:
+        """welcome is the session's present one."""
         self._direct = direct
-        self._endpoint = endpoint
+        self._session = session
+        self._endpoint = ""  # the ZMQ endpoint that _push is connected to
         self._context: zmq.Context | None = None
         self._push: zmq.Socket | None = None
         self._pid = os.getpid()
-        self.session_id = session_id
-        self.secret = secret
+        self.session_id = welcome.session
+        self.secret = welcome.secret
         self.mute = False
         """An answer was waited for in vain, and nothing has come since."""
 
@@ -86,15 +86,26 @@ class Link:
             self._context.term()
 
     def _queue(self, data: bytes) -> bool:
-        """Send over ZMQ. Its socket is made when the first message needs it."""
+        """Send over ZMQ. Its socket is made when the first message needs it.
+
+        The endpoint changes when another process takes the session over.
+        """
+        welcome = self._session.welcome
+        if welcome is None or welcome.session != self.session_id:
+            return False
         try:
             push = self._push
+            if push is not None and self._endpoint != welcome.lookup_endpoint:
+                push.disconnect(self._endpoint)
+                self._endpoint = welcome.lookup_endpoint
+                push.connect(self._endpoint)
             if push is None:
                 self._context = zmq.Context()
                 self._context.set(zmq.BLOCKY, 0)
                 push = self._push = self._context.socket(zmq.PUSH)
                 push.setsockopt(zmq.LINGER, 0)
                 push.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+                self._endpoint = welcome.lookup_endpoint
                 push.connect(self._endpoint)
             push.send(data, zmq.DONTWAIT)
             return True
@@ -148,7 +159,7 @@ class Links:
         if direct is None:
             self._log.warning("link", "rank %d has no direct socket: its lookups miss", rank)
             return
-        self.post(rank, Link(direct, welcome.lookup_endpoint, welcome.session, welcome.secret))
+        self.post(rank, Link(direct, session, welcome))
 
     def post(self, rank: int, link: Link | None) -> None:
         """Hand a rank's link, or that it has none, to the scheduler's thread."""
@@ -163,8 +174,8 @@ class Links:
             old.close()
 
 
-class _Linker:
-    """Follows one rank's session for Links (session.Subscriber)."""
+class _Linker(Subscriber):
+    """Follows one rank's session for Links."""
 
     def __init__(self, links: Links, rank: int) -> None:
         self._links = links
@@ -172,12 +183,6 @@ class _Linker:
 
     def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
         self._links.link(self._rank, session, welcome)
-
-    def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
-        pass  # a scheduler is given no regions
-
-    def on_region_removed(self, session: Session, region: int) -> None:
-        pass
 
     def on_lost(self, session: Session) -> None:
         self._links.post(self._rank, None)

@@ -9,7 +9,8 @@ and addresses of the old session are void from then on; is_current reports this.
 
 **Holds.** When our side of the socket closes, the sidecar may give what it granted to this process
 to others. So whoever lets bytes move in the arena holds the socket (Session.hold). It closes when
-the session has ended here, whoever ended it, and the last hold is released.
+the session has ended here, whoever ended it, and the last hold is released. A worker's claim says
+the same to the sidecar that comes next (line.py): it stays open until that one has welcomed us.
 
 **Locks.** Session._lock guards all fields marked so, also those of the connection, and is never
 held across anything that can block. Subscribers are called on the session's thread without it.
@@ -27,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from lookaside import wire
 from lookaside.connection import Connection, Pending, SessionUnavailable
@@ -41,27 +42,27 @@ from lookaside.wakeup import Wakeup
 logger = logging.getLogger("vllm.lookaside")
 
 
-class Subscriber(Protocol):
+class Subscriber:
     """What is told of a session's life, always on the session's thread.
 
-    An exception is logged and ends the connection, never the thread.
+    An exception is logged and ends the connection, never the thread. Subclasses take what they
+    need; what they leave out does nothing.
     """
 
     def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
         """The handshake is done; ``session.connected`` turns true after this call."""
-        ...
 
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
         """The sidecar has added a data region; fd is closed after the call."""
-        ...
+
+    def on_regions_ready(self, session: Session) -> None:
+        """The sidecar has added all regions that it begins with. Others may still come."""
 
     def on_region_removed(self, session: Session, region: int) -> None:
         """The sidecar wants a region unmapped, and a RegionUnmapped once it is."""
-        ...
 
     def on_lost(self, session: Session) -> None:
         """The session that on_connected announced is over."""
-        ...
 
 
 class _Subscribers:
@@ -105,6 +106,10 @@ class _Subscribers:
     def remove_region(self, region: int) -> None:
         for subscriber in self._greeted:
             subscriber.on_region_removed(self._session, region)
+
+    def regions_ready(self) -> None:
+        for subscriber in self._greeted:
+            subscriber.on_regions_ready(self._session)
 
     def note_lost(self) -> None:
         """Tell those who were told of the connection that it is over."""
@@ -226,7 +231,10 @@ class Session:
 
     @property
     def welcome(self) -> wire.Welcome | None:
-        """The sidecar's answer to the handshake of the present session."""
+        """The sidecar's answer to the handshake of the present session.
+
+        Another one, with another endpoint, once another process has taken the session over.
+        """
         connection = self._connection
         return connection.welcome if connection is not None and connection.connected else None
 
@@ -312,6 +320,7 @@ class Session:
             pause_s = self._attempt()
             self._settled.set()
             self._pause(pause_s)
+        self._end_claims()
         self._settled.set()
 
     def _attempt(self) -> float:
@@ -339,6 +348,7 @@ class Session:
             self._connection = connection
             self._lines = (*(each for each in self._lines if each.is_open), connection.line)
         welcome = connection.shake_hands()
+        self._end_claims(but=connection.line)
         with self._lock:
             connection.connected = True
             self._refused = None
@@ -352,6 +362,15 @@ class Session:
             welcome.generation,
         )
         return connection
+
+    def _end_claims(self, but: Line | None = None) -> None:
+        """End the claims of all sessions before that of a line: the next sidecar knows of us, or
+        none is expected. Those with copies under way end with them."""
+        for line in self._lines:
+            if line is not but:
+                line.end_claim()
+        with self._lock:
+            self._lines = tuple(each for each in self._lines if each.is_open)
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -380,7 +399,7 @@ class Session:
         if self._connection is not None:
             self._connection.forget_after_fork()
         for line in self._lines:
-            line.socket.close()  # closes the child's descriptor only
+            line.forget_after_fork()
 
 
 _live_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

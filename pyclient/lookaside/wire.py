@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-VERSION = 9
+VERSION = 10
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -27,6 +27,9 @@ MAX_PACKET_BYTES = 256 << 10
 
 SOCKET_BUFFER_BYTES = 1 << 20
 """The SO_SNDBUF with which a packet of MAX_PACKET_BYTES can be sent."""
+
+MAX_HELD_FDS = 64
+"""How many descriptors may travel with a Hello."""
 
 MAX_DIGEST_BYTES = 32
 """The longest page hash."""
@@ -123,7 +126,9 @@ class Hello(Message, frozen=True, tag=1):
     """Opens a session. ``fields`` must be in rising order of keys.
 
     A scheduler's session is for ``ranks`` ranks from ``rank`` on, which share a space. A worker's
-    is for one. With ``direct`` a scheduler asks for a direct socket to look up over.
+    is for one. With ``direct`` a scheduler asks for a direct socket to look up over. ``held``
+    descriptors travel with a worker's: those of the memory that it still has from an earlier
+    session, for a sidecar that has lost it.
     """
 
     version: _U16
@@ -137,16 +142,21 @@ class Hello(Message, frozen=True, tag=1):
     digest_bytes: int
     fields: dict[str, str]
     direct: _Flag = 0
+    held: Annotated[int, Meta(ge=0, le=MAX_HELD_FDS)] = 0
 
 
 class Welcome(Message, frozen=True, tag=2):
-    """Accepts a session; the control region's fd travels with it, then the direct socket's.
+    """Accepts a session; the control region's fd travels with it, then one of the role's own.
+
+    A worker gets its claim, which it keeps as long as line.Line does; a scheduler the direct
+    socket.
 
     By ``secret`` lookup messages prove that they are this session's, and their answers are routed
     by it. The sidecar shows ``session`` in its status, but tells ``secret`` to nobody else. No log
     and no file may have it. ``max_pages`` is how many pages one message may name, ``lease_ms`` how
     long a lookup keeps its leases. ``peers`` is the number of this host's group of sidecars that
-    lend to each other; 0 if this one is alone.
+    lend to each other; 0 if this one is alone. With ``preparing`` the sidecar still finds or makes
+    its memory: regions come later, and RegionsReady when all are there.
     """
 
     version: _U16
@@ -160,6 +170,7 @@ class Welcome(Message, frozen=True, tag=2):
     max_pages: _U32
     lease_ms: _U32
     peers: _U64
+    preparing: _Flag
 
 
 class Refuse(Message, frozen=True, tag=3):
@@ -382,6 +393,26 @@ class Notice(Message, frozen=True, tag=44):
     text: _Text
 
 
+class RegionsReady(Message, frozen=True, tag=45):
+    """Tells a worker that it was sent all ``regions`` that the sidecar begins with.
+
+    What it has kept of earlier sessions, and is none of them, is not wanted any more.
+    """
+
+    regions: _U32
+
+
+class Moved(Message, frozen=True, tag=46):
+    """Tells a client that another process serves its session, which goes on as it was.
+
+    It replaces what the Welcome said. The new control region's fd travels with it.
+    """
+
+    generation: _U64
+    lookup_endpoint: _Text
+    reply_endpoint: _Text
+
+
 class Error(Message, frozen=True, tag=50):
     """Answers the request ``id`` instead of its grant."""
 
@@ -472,6 +503,8 @@ AnyMessage = (
     | RegionRemoved
     | RegionUnmapped
     | RegionMapped
+    | RegionsReady
+    | Moved
     | Notice
     | Error
     | Lookup
@@ -500,6 +533,8 @@ _Received = (
     | Events
     | RegionAdded
     | RegionRemoved
+    | RegionsReady
+    | Moved
     | Notice
     | Error
     | LookupResult

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import socket
 import struct
 import threading
@@ -36,7 +37,18 @@ class Conn:
         self.sock = sock
         self.session = 0
         self.hello: wire.Hello | None = None
+        self.held: list[int] = []
+        """The descriptors that came with its Hello."""
+        self.claim = -1
+        """The writing end of a pipe; its claim is the reading end."""
         self.closed = threading.Event()
+
+    @property
+    def claimed(self) -> bool:
+        """Whether any process has its claim open."""
+        poller = select.poll()
+        poller.register(self.claim, 0)
+        return not poller.poll(0)
 
     def send(self, message: Any, *fds: int) -> None:
         data = message if isinstance(message, bytes) else wire.encode(message)
@@ -55,6 +67,8 @@ class Peer:
         self.control = os.memfd_create("control", os.MFD_CLOEXEC)
         self.set_state(1)
         self.peers = 0
+        self.preparing = False
+        """Regions are announced with ready, and not with the Welcome."""
         self.region_bytes = region_bytes
         self.regions = [self.make_region() for _ in range(regions)]
         self.script: dict[type, Callable[[Conn, Any], Answer]] = {}
@@ -117,6 +131,14 @@ class Peer:
             os.close(told)
         return index
 
+    def ready(self) -> None:
+        """Tell every connected worker of all regions, and that these are all."""
+        self.preparing = False
+        for conn in self.conns:
+            for index, fd in enumerate(self.regions):
+                conn.send(self.region_message(index), fd)
+            conn.send(wire.RegionsReady(len(self.regions)))
+
     def remove_region(self, index: int) -> None:
         """Tell every connected client to unmap a region."""
         for conn in self.conns:
@@ -148,6 +170,11 @@ class Peer:
             thread.join(30)
         for direct in self._directs.values():
             direct.close()
+        for conn in self.conns:
+            for fd in (*conn.held, conn.claim):
+                if fd >= 0:
+                    os.close(fd)
+            conn.held, conn.claim = [], -1
         for fd in (self.control, *self.regions):
             os.close(fd)
         self._context.destroy(0)
@@ -183,7 +210,10 @@ class Peer:
         try:
             while True:
                 self.reading.wait()
-                data = conn.sock.recv(wire.MAX_PACKET_BYTES + 1)
+                data, fds, _, _ = socket.recv_fds(
+                    conn.sock, wire.MAX_PACKET_BYTES + 1, wire.MAX_HELD_FDS
+                )
+                conn.held += fds
                 if not data:
                     return
                 message = _decode(data)
@@ -215,13 +245,17 @@ class Peer:
         secret = self._secrets[conn.session] = os.urandom(wire.SECRET_BYTES)
         fds = [self.control]
         theirs: socket.socket | None = None
+        claim: int | None = None
         if hello.direct:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             fds.append(theirs.fileno())
             self._directs[conn.session] = ours
-        regions = (
-            list(self.regions) if hello.role == "worker" else []
-        )  # of now: the client may be told of more at once
+        elif hello.role == "worker":
+            claim, conn.claim = os.pipe()
+            fds.append(claim)
+        # Those of now: the client may be told of more at once.
+        worker = hello.role == "worker"
+        regions = list(self.regions) if worker and not self.preparing else []
         conn.send(
             wire.Welcome(
                 version=wire.VERSION,
@@ -235,11 +269,14 @@ class Peer:
                 max_pages=4096,
                 lease_ms=30000,
                 peers=self.peers,
+                preparing=int(self.preparing),
             ),
             *fds,
         )
         if theirs is not None:
             theirs.close()
+        if claim is not None:
+            os.close(claim)
         for index, fd in enumerate(regions):
             conn.send(self.region_message(index), fd)
 

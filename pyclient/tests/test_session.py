@@ -17,7 +17,7 @@ from lookaside import wire
 from lookaside.connection import SessionUnavailable
 from lookaside.endpoint import EndpointAbsent, EndpointError, check_directory, open_endpoint
 from lookaside.handshake import SessionOptions
-from lookaside.session import Session
+from lookaside.session import Session, Subscriber
 from peer import Conn, Peer, serving, until, waited_in_vain
 
 
@@ -36,7 +36,7 @@ def options(directory: Path, role: str = "worker", **more: Any) -> SessionOption
     return SessionOptions(**{**values, **more})
 
 
-class Heard:
+class Heard(Subscriber):
     """A subscriber that takes notes."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ def test_refusal_names_field_and_values(
         b"\xc1garbage",
         b"\xdd\xff\xff\xff\xff",
         wire.encode(wire.Pong(1, 1)),
-        wire.encode(wire.Refuse(9, "version", "version", "9", "2", "newer")),
+        wire.encode(wire.Refuse(wire.VERSION, "version", "version", "10", "2", "newer")),
     ],
 )
 def test_wrong_handshakes_end_in_another_try(directory: Path, peer: Peer, answer: bytes) -> None:
@@ -223,6 +223,7 @@ def test_wrong_handshakes_end_in_another_try(directory: Path, peer: Peer, answer
     assert session.wait_connected(30)
     session.close()
     until(lambda: all(conn.closed.is_set() for conn in peer.conns))
+    fds += sum(conn.claim >= 0 for conn in peer.conns)  # the peer's own ends
     # The session keeps its wake-up descriptor until it is collected, no more.
     assert len(os.listdir("/proc/self/fd")) <= fds + 1
 

@@ -81,6 +81,8 @@ def test_every_received_type_has_both_kinds_of_vector() -> None:
             "Events",
             "RegionAdded",
             "RegionRemoved",
+            "RegionsReady",
+            "Moved",
             "Notice",
             "Error",
             "LookupResult",

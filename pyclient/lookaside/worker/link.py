@@ -10,7 +10,7 @@ from lookaside.copies import Copies
 from lookaside.mapping import RegionError
 from lookaside.ratelog import RateLimitedLog
 from lookaside.regions import RegionSet
-from lookaside.session import Session
+from lookaside.session import Session, Subscriber
 from lookaside.stats import Collector
 from lookaside.worker.pages import Pages
 
@@ -33,10 +33,10 @@ class Live:
     """Pages of one PrepareStore, a multiple of a chunk."""
 
 
-class Link:
+class Link(Subscriber):
     """What saves and loads share. The role fills it as the KV cache is registered.
 
-    A session.Subscriber: the methods named on_ run on the session's thread.
+    The methods named on_ run on the session's thread.
     """
 
     def __init__(self, stats: Collector, log: RateLimitedLog) -> None:

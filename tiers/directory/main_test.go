@@ -1,9 +1,0 @@
-package directory
-
-import (
-	"testing"
-
-	"lookaside/internal/leak"
-)
-
-func TestMain(m *testing.M) { leak.Main(m) }
