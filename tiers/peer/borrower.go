@@ -63,7 +63,7 @@ type borrower struct {
 type peerRegion struct {
 	Region
 	path  string        // of the device or file; empty for memory
-	lock  *dax.LentLock // nil for memory
+	lock  *dax.LentLock // keeps the lender's successor from reusing the region
 	ready bool          // OnRegion has returned
 }
 
@@ -502,10 +502,11 @@ func (b *borrower) announce(r *peerRegion, announced map[uint32]bool) {
 		// beyond the end of the file an access would be a bus error
 		err = fmt.Errorf("%d bytes from %d on in a file of %d", r.SizeBytes, r.OffsetBytes, st.Size)
 	}
-	if err == nil && !dax.IsMemory(r.FD) {
-		var path string
+	if err == nil {
 		r.lock, err = dax.LockLent(r.FD, r.OffsetBytes, r.SizeBytes)
-		path, _ = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", r.FD)) // for people to read
+	}
+	if !dax.IsMemory(r.FD) {
+		path, _ := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", r.FD)) // for people to read
 		b.mu.Lock()
 		r.path = path
 		b.mu.Unlock()

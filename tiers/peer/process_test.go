@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"lookaside/dax"
 	"lookaside/internal/leak"
 )
 
@@ -160,6 +161,53 @@ func TestLenderIsKilled(t *testing.T) {
 	if st := s.p.Status(); st.HintPages != 0 {
 		t.Errorf("%d pages of a dead sidecar are left", st.HintPages)
 	}
+}
+
+// As long as loans of a region of memory can be read, the region has a lock that a sidecar which
+// finds the memory of a dead one looks for.
+func TestLentMemoryIsLocked(t *testing.T) {
+	dir := peerDir(t)
+	them := start(t, "lend", dir)
+	regions := make(chan int, 10)
+	s := newSide(t, dir, "a", sideOptions{config: func(c *Config) {
+		add := c.OnRegion
+		c.OnRegion = func(r Region) error {
+			fd, err := unix.Dup(r.FD)
+			if err != nil {
+				return err
+			}
+			regions <- fd
+			return add(r)
+		}
+	}})
+	s.learns(theirSpace, theirPrefix, 16)
+	loans := s.borrows(theirSpace, theirPrefix, 16)
+	region := <-regions
+	defer unix.Close(region)
+	if !dax.IsMemory(region) {
+		t.Fatal("the region is not memory")
+	}
+	locked := func() bool {
+		l := unix.Flock_t{Type: unix.F_WRLCK, Start: 1 << 61, Len: int64(1) << 61}
+		check(t, unix.FcntlFlock(uintptr(region), unix.F_OFD_GETLK, &l))
+		return l.Type != unix.F_UNLCK
+	}
+	if !locked() {
+		t.Fatal("no lock while it is lent")
+	}
+	them.kill()
+	peer := loans[0].Peer
+	eventually(t, "OnGone", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.gone[peer] == 1
+	})
+	s.giveBack(loans[1:], false)
+	if !locked() {
+		t.Fatal("no lock while a loan of a dead lender is out")
+	}
+	s.giveBack(loans[:1], false)
+	eventually(t, "the lock ends", func() bool { return !locked() })
 }
 
 // A borrower's death frees what it had, also when a child of it keeps its sockets open.
