@@ -20,6 +20,7 @@ import (
 	"lookaside/sidecar/arena"
 	"lookaside/sidecar/settings"
 	"lookaside/sidecar/systemd"
+	"lookaside/tiers"
 	"lookaside/tiers/daxtier"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
@@ -36,7 +37,8 @@ type Daemon struct {
 	log        *zap.Logger
 	generation uint64
 	start      time.Time
-	done       chan error // see Done
+	done       chan error    // see Done
+	restored   chan struct{} // closed once the arena has what it is to have from earlier runs
 
 	listener *ipc.Listener
 	control  *dax.Control
@@ -81,7 +83,8 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 	}
 	background, stop := context.WithCancel(context.Background())
 	d := &Daemon{cfg: cfg, log: log, generation: connector.RandomID(), start: time.Now(),
-		done: make(chan error, 1), background: background, stop: stop, origin: origin}
+		done: make(chan error, 1), restored: make(chan struct{}), background: background,
+		stop: stop, origin: origin}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.close())
@@ -115,6 +118,7 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 			return nil, err
 		}
 	}
+	close(d.restored)
 	if err = ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -226,6 +230,7 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 		Linger:         cfg.Peers.Linger,
 		PatrolBytes:    cfg.Arena.CheckRate,
 		PatrolEvery:    cfg.Arena.CheckEvery,
+		Restored:       d.awaitRestored,
 	}
 	cc := connector.Config{
 		Log:           d.log.Named("connector"),
@@ -290,6 +295,18 @@ func (d *Daemon) openSockets(metrics *admin.Metrics) (err error) {
 	d.operations = admin.New(d.parts())
 	d.admin, err = admin.Start(d.operations, metrics, d.listener.Dir(), d.log.Named("admin"))
 	return err
+}
+
+// awaitRestored waits until the arena has what it is to have from earlier runs.
+func (d *Daemon) awaitRestored(ctx context.Context) error {
+	select {
+	case <-d.restored:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-d.background.Done():
+		return tiers.ErrClosed
+	}
 }
 
 // Done delivers one value if the sidecar ends by itself: nil after lifecycle.idle_exit without a

@@ -97,6 +97,10 @@ type Config struct {
 	// and Move call it before they return, and return its error as the arena's. Default: nothing is
 	// restored.
 	Forget func() error
+	// Restored, if given, waits until all that another run has left is in the arena. Clear and Drop
+	// call it first, because what they drop must not come after them. Default: the arena is as it
+	// is when the Stack is made.
+	Restored func(ctx context.Context) error
 	// Observe, if given, is called for each chunk loaded or stored without error, with its bytes,
 	// and for each lookup of a tier. took is the time since the call of the tier began. Any
 	// goroutine may call it, and it must not block.

@@ -361,8 +361,14 @@ func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (i
 		}
 	}
 	if arena {
-		chunks, err := fromArena()
-		out = append(out, Cleared{Tier: arenaName, Chunks: chunks, Err: err})
+		c := Cleared{Tier: arenaName}
+		if s.cfg.Restored != nil {
+			c.Err = s.cfg.Restored(ctx)
+		}
+		if c.Err == nil {
+			c.Chunks, c.Err = fromArena()
+		}
+		out = append(out, c)
 	}
 	for _, t := range which {
 		// Nothing is stored in any tier until all are clear. Otherwise a chunk that is promoted
@@ -374,7 +380,7 @@ func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (i
 		}
 		out = append(out, c)
 	}
-	if arena && len(which) > 0 {
+	if arena && len(which) > 0 && out[0].Err == nil {
 		chunks, err := fromArena() // chunks that were promoted meanwhile
 		out[0].Chunks, out[0].Err = out[0].Chunks+chunks, err
 	}

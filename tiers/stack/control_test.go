@@ -368,6 +368,45 @@ func TestDropPrefix(t *testing.T) {
 	})
 }
 
+// A space is cleared because its bytes are wrong from now on. What an earlier run has left must not
+// come after that.
+func TestClearWaitsForWhatIsRestored(t *testing.T) {
+	var back chan struct{}
+	o := rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}, config: func(c *Config) {
+		back = make(chan struct{}) // of the bubble
+		c.Restored = func(ctx context.Context) error {
+			select {
+			case <-back:
+				return nil
+			case <-ctx.Done():
+				return context.Cause(ctx)
+			}
+		}
+	}}
+	inBubble(t, o, func(t *testing.T, r *rig) {
+		early, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		out, err := r.Clear(early, r.space.Fingerprint, "")
+		if err != nil || len(out) != 2 || !errors.Is(out[0].Err, context.DeadlineExceeded) {
+			t.Fatalf("cleared before all was there: %+v, %v", out, err)
+		}
+		p := prefix(rand.New(rand.NewPCG(1, 1)), 64)
+		cleared := make(chan []Cleared)
+		go func() {
+			out, _ := r.Clear(t.Context(), r.space.Fingerprint, "")
+			cleared <- out
+		}()
+		synctest.Wait()
+		r.store(p, 64) // stands for what is restored
+		close(back)
+		if out := <-cleared; len(out) != 2 || errors.Join(out[0].Err, out[1].Err) != nil {
+			t.Fatalf("%+v", out)
+		}
+		r.has(arenaName, p, 64, 0)
+		r.has("t0", p, 64, 0)
+	})
+}
+
 func TestClear(t *testing.T) {
 	o := rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: 5 * time.Millisecond,
 		BytesPerSec: 1000 * slotBytes}}}
