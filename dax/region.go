@@ -184,31 +184,8 @@ func create(o Options) (r *Region, err error) {
 	} else if r.fd, err = createMemfd("lookaside", size, o.Kind == KindHugetlb); err != nil {
 		return r, err
 	}
-	if r.mem, err = mapAligned(r.fd, size, unix.PROT_READ|unix.PROT_WRITE,
-		unix.MAP_SHARED); err != nil {
-		return r, mapError(err, o.Kind, size)
-	}
-	// An arena has the tenants' data and is as large as memory, so keep it out of core dumps. Best
-	// effort; no kernel that we support refuses it.
-	_ = unix.Madvise(r.mem, unix.MADV_DONTDUMP)
-	switch o.Kind {
-	case KindTHP:
-		err = unix.Madvise(r.mem, unix.MADV_HUGEPAGE)
-	case KindMemfd:
-		// With shmem_enabled=always the kernel would use huge pages for a region that must have
-		// none.
-		err = unix.Madvise(r.mem, unix.MADV_NOHUGEPAGE)
-		if errors.Is(err, unix.EINVAL) { // a kernel without THP
-			err = nil
-		}
-	}
-	if err != nil {
-		return r, fmt.Errorf("madvise: %w", err)
-	}
-	if o.NUMANode >= 0 {
-		if err = bindNode(r.mem, o.NUMANode); err != nil {
-			return r, err
-		}
+	if err = r.mapMemory(size, o.NUMANode); err != nil {
+		return r, err
 	}
 	if o.Populate {
 		if err = populate(r.mem, o.Threads); err != nil {
@@ -237,23 +214,28 @@ func (r *Region) FD() int { return r.fd }
 // region's file is removed, because its content is useless without the index. Close is idempotent
 // and returns its first error.
 func (r *Region) Close() error {
-	r.closing.Do(func() {
-		var errs []error
-		if r.mem != nil {
-			errs = append(errs, unmap(r.mem))
-			r.mem = nil
-		}
-		if r.lock >= 0 {
-			errs = append(errs, removeIfSame(r.path, r.lock), unix.Close(r.lock))
-			r.lock = -1
-		}
-		if r.fd >= 0 {
-			errs = append(errs, unix.Close(r.fd))
-			r.fd = -1
-		}
-		r.closeErr = errors.Join(errs...)
-	})
+	r.closing.Do(func() { r.closeErr = r.close(true) })
 	return r.closeErr
+}
+
+func (r *Region) close(remove bool) error {
+	var errs []error
+	if r.mem != nil {
+		errs = append(errs, unmap(r.mem))
+		r.mem = nil
+	}
+	if r.lock >= 0 {
+		if remove {
+			errs = append(errs, removeIfSame(r.path, r.lock))
+		}
+		errs = append(errs, unix.Close(r.lock))
+		r.lock = -1
+	}
+	if r.fd >= 0 {
+		errs = append(errs, unix.Close(r.fd))
+		r.fd = -1
+	}
+	return errors.Join(errs...)
 }
 
 func pageSizeOf(k Kind) int64 {
@@ -279,7 +261,7 @@ func createMemfd(name string, size int64, hugetlb bool) (int, error) {
 	if err != nil {
 		return -1, err
 	}
-	if err := addSeals(fd, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
+	if err := addSeals(fd, regionSeals); err != nil {
 		_ = unix.Close(fd)
 		return -1, err
 	}

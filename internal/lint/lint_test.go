@@ -49,7 +49,7 @@ var layers = [][]string{
 		"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes", "internal/simulate",
 		"internal/bench/copypool",
 	},
-	{"tiers/slab", "tiers/stack", "tiers/peer", "sidecar/settings", "internal/bench/hitplot"},
+	{"tiers/slab", "tiers/directory", "tiers/stack", "tiers/peer", "sidecar/settings", "internal/bench/hitplot"},
 	{"tiers/daxtier", "connector"},
 	{"sidecar/arena"},
 	{"sidecar/admin"},

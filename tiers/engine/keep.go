@@ -76,6 +76,9 @@ func (e *Engine) came(ref uint32) {
 	if !e.cfg.Keep || r.foreign {
 		return
 	}
+	if e.unkept.n == maxRecent {
+		e.stats.KeepLost++
+	}
 	e.unkept.push(verifyHandle(ref, s))
 	if !e.unkept.awake && e.cfg.Wake != nil {
 		e.unkept.awake = true
@@ -85,9 +88,9 @@ func (e *Engine) came(ref uint32) {
 
 // NextUnkept returns the oldest of the chunks that were stored, came up, were moved, were copied or
 // have grown of late. It may name a chunk twice. Those before the last 65,536 are not named any
-// more: NextPatrol finds them. What was restored is not named. Digests are in buf, which is
-// returned for its reuse. false: there is none for now; Config.Wake is called with WorkKeep when
-// there is. It is for engines with Config.Keep.
+// more: NextPatrol finds them, and Counters.KeepLost counts them. What was restored is not named.
+// Digests are in buf, which is returned for its reuse. false: there is none for now; Config.Wake is
+// called with WorkKeep when there is. It is for engines with Config.Keep.
 func (e *Engine) NextUnkept(buf []byte) (Verification, []byte, bool) {
 	e.mu.Lock()
 	defer e.unlock()

@@ -2,11 +2,15 @@ package engine
 
 import (
 	"bytes"
+	"errors"
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 	"time"
+
+	"lookaside/tiers"
 )
 
 // The part of the random histories that is about what is written down for the next process.
@@ -16,7 +20,7 @@ import (
 type mirror struct {
 	rng    *rand.Rand
 	pieces map[uint32]*mirrorPiece
-	writes []Verification // that keepers are at, each at a slot of its own
+	writes []mirrorWrite // that keepers are at, each at a slot of its own
 	place  PatrolPlace
 	awake  bool // Wake was called
 
@@ -28,6 +32,11 @@ type mirror struct {
 type mirrorPiece struct {
 	p    Piece
 	kept map[uint32]keptChunk // by slot
+}
+
+type mirrorWrite struct {
+	v Verification
+	p *mirrorPiece
 }
 
 type keptChunk struct {
@@ -135,23 +144,24 @@ func (w *world) beginKeep(walk bool) bool {
 			m.awake = false
 		}
 	}
-	if ok && !slices.ContainsFunc(m.writes, func(x Verification) bool {
-		return x.Piece == v.Piece && x.Slot == v.Slot
-	}) {
-		m.writes = append(m.writes, v)
+	if !ok {
+		return false
 	}
-	return ok
+	if i := slices.IndexFunc(m.writes, func(x mirrorWrite) bool {
+		return x.v.Piece == v.Piece && x.v.Slot == v.Slot
+	}); i >= 0 {
+		w.endKeep(i)
+	}
+	m.writes = append(m.writes, mirrorWrite{v, m.pieces[v.Piece]})
+	return true
 }
 
 // endKeep ends the writing of the i-th chunk.
 func (w *world) endKeep(i int) {
 	m := &w.mirror
-	v := m.writes[i]
+	v, p := m.writes[i].v, m.writes[i].p
 	m.writes = slices.Delete(m.writes, i, i+1)
-	p := m.pieces[v.Piece]
-	if p != nil {
-		delete(p.kept, v.Slot) // the entry is written over
-	}
+	delete(p.kept, v.Slot) // the entry is written over; nobody reads that of a piece that is gone
 	ref, s := w.e.verifying(v.Handle)
 	want := s != nil && !s.unverified() && s.flags&moved == 0
 	done := w.e.Publish(v.Handle, v.Pages, func() {
@@ -161,7 +171,7 @@ func (w *world) endKeep(i int) {
 				x.space = s
 			}
 		}
-		if p == nil || m.pieces[v.Piece] != p || p.p.Region != v.Region ||
+		if m.pieces[v.Piece] != p || p.p.Region != v.Region ||
 			v.Offset != uint64(p.p.Offset+int64(v.Slot)*p.p.Stride) {
 			w.fatal("%+v is in piece %+v", v, p)
 		}
@@ -196,13 +206,42 @@ func (m *mirror) check(w *world, all bool) {
 			m.checkSlot(w, p, slot, &x)
 		}
 	}
-	if pieces := 0; all {
-		for _, r := range w.e.regions[1 : w.e.nregion+1] {
-			pieces += b2i(r.class != nil && !r.foreign)
+	if all {
+		m.checkAll(w)
+	}
+}
+
+// checkAll verifies that all pieces are known, and that all that is held is kept or will be.
+func (m *mirror) checkAll(w *world) {
+	coming := map[uint64]bool{} // handles
+	for i := range w.e.unkept.n {
+		coming[w.e.unkept.ring[(w.e.unkept.head+i)%len(w.e.unkept.ring)]] = true
+	}
+	pages := map[uint64]int{}
+	for _, x := range m.writes {
+		pages[x.v.Handle] = x.v.Pages
+	}
+	pieces := 0
+	for _, r := range w.e.regions[1 : w.e.nregion+1] {
+		if r.class == nil || r.foreign {
+			continue
 		}
-		if pieces != len(m.pieces) {
-			w.fatal("there are %d pieces, of which %d were told", pieces, len(m.pieces))
+		pieces++
+		for i := range r.slots[:r.fresh] {
+			s := &r.slots[i]
+			if !w.e.cfg.Keep || s.state != ready || s.doomed() || s.unverified() ||
+				s.flags&moved != 0 {
+				continue
+			}
+			h := verifyHandle(r.num<<recordBits|uint32(i), s)
+			if x := m.pieces[r.num].kept[uint32(i)]; !coming[h] && pages[h] != int(s.pages) &&
+				len(x.hashes) != int(s.pages)*8*r.words {
+				w.fatal("slot %d of piece %d is %+v, and kept as %+v", i, r.num, s, x)
+			}
 		}
+	}
+	if pieces != len(m.pieces) {
+		w.fatal("there are %d pieces, of which %d were told", pieces, len(m.pieces))
 	}
 }
 
@@ -384,4 +423,117 @@ func TestKeep(t *testing.T) {
 	if v := next(); v.Offset == first.Offset && v.Handle == first.Handle {
 		t.Fatalf("%+v has the handle of what was there before", v)
 	}
+}
+
+// TestKeepersBesideTraffic: chunks are written down by several keepers while two geometries store
+// more than fits, spaces are cleared and the region is drained and not. What is kept is held at the
+// end of each call, as the callbacks are under the lock.
+func TestKeepersBesideTraffic(t *testing.T) {
+	type entry struct{ handle uint64 }
+	kept := map[uint32]map[uint32]entry{} // by piece and slot; guarded by the engine's lock
+	published := 0
+	e, err := New(Config{MinPageBytes: 1, OwnerShare: 1, Keep: true, ArenaLimitBytes: 200 * 256,
+		OnCarve: func(p Piece) { kept[p.Num] = map[uint32]entry{} },
+		OnUncarve: func(num uint32) {
+			if len(kept[num]) > 0 {
+				t.Errorf("piece %d goes with %d chunks", num, len(kept[num]))
+			}
+			delete(kept, num)
+		},
+		OnGone: func(_, piece, slot uint32) { delete(kept[piece], slot) },
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer e.Close()
+	if err := e.AddRegion(7, 200*256); err != nil {
+		t.Fatal(err)
+	}
+	var stores, others sync.WaitGroup
+	stop := make(chan struct{})
+	running := func() bool {
+		select {
+		case <-stop:
+			return false
+		default:
+			return true
+		}
+	}
+	for i, g := range []tiers.Geometry{{PageBytes: 64, PagesPerChunk: 4}, {PageBytes: 96,
+		PagesPerChunk: 2}} {
+		g.DigestBytes, g.PageTokens = 16, 16
+		sp, err := e.OpenSpace(tiers.Fingerprint{byte(i)}, g)
+		if err == nil {
+			err = e.AddOwner(Owner(i+1), sp)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		stores.Go(func() {
+			rnd := rand.New(rand.NewPCG(uint64(i), 1))
+			for n := range 2000 {
+				h := treeHashes(rnd, 1+rnd.IntN(24))
+				res, _, err := e.PrepareStore(Owner(i+1), 0, nil, h, nil)
+				if err == nil && res.Store != 0 {
+					err = e.CommitStore(Owner(i+1), res.Store, nil)
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if n%200 == 199 {
+					e.ClearSpace(sp)
+				}
+			}
+		})
+	}
+	for range 2 {
+		others.Go(func() {
+			var buf []byte
+			var place PatrolPlace
+			for running() {
+				v, b, ok := e.NextUnkept(buf)
+				if buf = b; !ok {
+					if v, buf, ok = e.NextPatrol(&place, buf); !ok {
+						continue
+					}
+				}
+				e.Publish(v.Handle, v.Pages, func() {
+					kept[v.Piece][v.Slot] = entry{v.Handle}
+					published++
+				})
+			}
+		})
+	}
+	others.Go(func() {
+		for running() {
+			for _, f := range []func(uint32) error{e.Drain, e.Undrain} {
+				for err := f(7); err != nil; err = f(7) {
+					if !errors.Is(err, tiers.ErrBusy) {
+						t.Error(err)
+						return
+					}
+				}
+			}
+		}
+	})
+	stores.Wait()
+	close(stop)
+	others.Wait()
+	if err := e.Check(); err != nil {
+		t.Fatal(err)
+	}
+	for piece, slots := range kept {
+		for slot, x := range slots {
+			ref, s := e.verifying(x.handle)
+			if s == nil || ref != piece<<recordBits|slot {
+				t.Fatalf("slot %d of piece %d is kept and not held", slot, piece)
+			}
+		}
+	}
+	if published == 0 {
+		t.Fatal("nothing was kept")
+	}
+	t.Logf("%d kept, %d evicted, %d pieces recarved", published, e.Stats().Evictions,
+		e.Stats().Recarved)
 }

@@ -29,6 +29,7 @@ type Counters struct {
 	Recarved      uint64 // regions emptied for another geometry
 	CarveFailures uint64 // regions not carved for lack of memory
 	Moved         uint64 // chunks moved from one region to another
+	KeepLost      uint64 // chunks that NextUnkept will not name: too many waited
 
 	Promotions       uint64 // chunks that got slots for loading from a tier
 	PromotionsJoined uint64 // chunks already loading when another lookup wanted them

@@ -86,20 +86,14 @@ type Layout struct {
 // NewLayout lays out a slab of a size for a geometry. It returns ErrLayout if not a single slot
 // fits, or if the geometry is invalid.
 func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
-	g.PageTokens = pageTokens
-	switch {
-	case g.PageBytes < minPage || g.PageBytes > maxSlabSize/maxPages || g.PagesPerChunk < 1 ||
-		g.PagesPerChunk > maxPages ||
-		g.DigestBytes != 8 && g.DigestBytes != 16 && g.DigestBytes != 32:
-		return Layout{}, fmt.Errorf("%w: geometry %+v", ErrLayout, g)
-	case slabBytes < 0 || slabBytes > maxSlabSize:
+	l, err := EntryLayout(g)
+	if err != nil {
+		return Layout{}, err
+	}
+	if slabBytes < 0 || slabBytes > maxSlabSize {
 		return Layout{}, fmt.Errorf("%w: a slab of %d bytes", ErrLayout, slabBytes)
 	}
-	l := Layout{
-		Geometry:    g,
-		EntryBytes:  int(roundUp(int64(entryHead+g.PagesPerChunk*(g.DigestBytes+8)), entryAlign)),
-		StrideBytes: roundUp(g.PageBytes*int64(g.PagesPerChunk), BlockBytes),
-	}
+	l.StrideBytes = roundUp(g.PageBytes*int64(g.PagesPerChunk), BlockBytes)
 	n := min((slabBytes-directoryAt)/(l.StrideBytes+int64(l.EntryBytes)),
 		int64((maxSlots-1)/g.PagesPerChunk))
 	for ; n > 0; n-- { // the directory's end is rounded up: at most one slot too many
@@ -114,6 +108,19 @@ func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
 	}
 	l.Slots = int(n)
 	return l, nil
+}
+
+// EntryLayout returns the part of a layout that says what entries of a geometry look like. It has
+// no slots. It returns ErrLayout if the geometry is invalid.
+func EntryLayout(g tiers.Geometry) (Layout, error) {
+	g.PageTokens = pageTokens
+	if g.PageBytes < minPage || g.PageBytes > maxSlabSize/maxPages || g.PagesPerChunk < 1 ||
+		g.PagesPerChunk > maxPages ||
+		g.DigestBytes != 8 && g.DigestBytes != 16 && g.DigestBytes != 32 {
+		return Layout{}, fmt.Errorf("%w: geometry %+v", ErrLayout, g)
+	}
+	return Layout{Geometry: g, EntryBytes: int(roundUp(
+		int64(entryHead+g.PagesPerChunk*(g.DigestBytes+8)), entryAlign))}, nil
 }
 
 func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
@@ -256,11 +263,15 @@ func decodeHeader(b []byte) (Header, error) {
 type Identity struct{ seed uint64 }
 
 // Identity returns the identity of the slab as formatted now.
-func (h *Header) Identity() Identity {
+func (h *Header) Identity() Identity { return NewIdentity(h.Store, h.Index, h.Format) }
+
+// NewIdentity returns the identity of the slab with a number in a store. format is the random
+// number of its formatting.
+func NewIdentity(store [16]byte, index uint32, format uint64) Identity {
 	var b [28]byte
-	copy(b[:], h.Store[:])
-	binary.LittleEndian.PutUint32(b[16:], h.Index)
-	binary.LittleEndian.PutUint64(b[20:], h.Format)
+	copy(b[:], store[:])
+	binary.LittleEndian.PutUint32(b[16:], index)
+	binary.LittleEndian.PutUint64(b[20:], format)
 	return Identity{xxh3.Hash(b[:])}
 }
 

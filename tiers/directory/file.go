@@ -1,0 +1,144 @@
+package directory
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"lookaside/dax"
+)
+
+// file is the directory's file. All writes go through it.
+type file struct {
+	f *os.File
+	// wrote is called after each write, and in the middle of each that may be torn; for tests.
+	wrote func()
+}
+
+// write writes bytes behind which the file's pages need not exist yet.
+func (f *file) write(b []byte, offset int64) error {
+	if f.wrote != nil {
+		half := len(b) / 2
+		if _, err := f.f.WriteAt(b[:half], offset); err != nil {
+			return err
+		}
+		f.wrote()
+		b, offset = b[half:], offset+int64(half)
+	}
+	_, err := f.f.WriteAt(b, offset)
+	f.note()
+	return err
+}
+
+func (f *file) note() {
+	if f.wrote != nil {
+		f.wrote()
+	}
+}
+
+// grow makes the file at least so long.
+func (f *file) grow(size int64) error {
+	st, err := f.f.Stat()
+	if err != nil || st.Size() >= size {
+		return err
+	}
+	return f.f.Truncate(size)
+}
+
+// discard frees the pages of a part of the file, which reads as zeros then. Best effort: what was
+// there is not valid any more.
+func (f *file) discard(from, size int64) {
+	const hole = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
+	_ = unix.Fallocate(int(f.f.Fd()), hole, from, size)
+	f.note()
+}
+
+// data returns the next offset from from on, below end, at which the file may have data.
+func (f *file) data(from, end int64) int64 {
+	const seekData = 3
+	at, err := unix.Seek(int(f.f.Fd()), from, seekData)
+	switch {
+	case errors.Is(err, unix.ENXIO):
+		return end
+	case err != nil:
+		return from
+	}
+	return min(max(at, from), end)
+}
+
+// view is a part of the file that is mapped. Its pages that were written may be stored to.
+type view struct {
+	file  *file
+	mem   *dax.Attached
+	words []atomic.Uint64 // all of it
+}
+
+// view maps a part of the file.
+func (f *file) view(offset, size int64) (*view, error) {
+	mem, err := dax.Attach(f.f, offset, size, 0)
+	if err != nil {
+		return nil, fmt.Errorf("map the directory: %w", err)
+	}
+	words, _ := dax.Cut[atomic.Uint64](mem.Bytes(), int(size/8))
+	return &view{file: f, mem: mem, words: words}, nil
+}
+
+// word returns the 8 bytes at an offset, which is a multiple of 8.
+func (v *view) word(offset int64) *atomic.Uint64 { return &v.words[offset/8] }
+
+// store stores 8 bytes.
+func (v *view) store(offset int64, x uint64) {
+	v.word(offset).Store(x)
+	v.file.note()
+}
+
+// put stores a record of which no other goroutine reads or writes anything, without its checksum.
+func (v *view) put(offset int64, record []byte) {
+	copy(v.mem.Bytes()[offset+8:], record[8:])
+	v.file.note()
+}
+
+func (v *view) close() error {
+	v.words = nil
+	return v.mem.Close()
+}
+
+// openFile opens the file of a directory that is there. It returns an error that wraps
+// os.ErrNotExist if there is none.
+func openFile(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG || st.Uid != uint32(os.Geteuid()) {
+		return nil, errors.Join(fmt.Errorf("%s is not a file of this user", path), f.Close())
+	}
+	return f, nil
+}
+
+// createFile makes a directory's file with these first bytes, in place of one that may be there.
+func createFile(path string, first []byte) (f *os.File, err error) {
+	next := path + ".new"
+	if err := os.Remove(next); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	f, err = os.OpenFile(next, os.O_RDWR|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC,
+		0o600)
+	if err != nil {
+		return nil, err
+	}
+	if _, err = f.WriteAt(first, 0); err == nil {
+		err = os.Rename(next, path)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close(), os.Remove(next))
+	}
+	return f, nil
+}

@@ -1,0 +1,9 @@
+package directory
+
+import (
+	"testing"
+
+	"lookaside/internal/leak"
+)
+
+func TestMain(m *testing.M) { leak.Main(m) }
