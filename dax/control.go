@@ -103,6 +103,12 @@ func (c *Control) FD() int {
 // it. It is idempotent.
 func (c *Control) Close() error {
 	c.SetState(StateClosed)
+	return c.Leave()
+}
+
+// Leave is Close without a word to clients: another process serves them, and gives them its own
+// region.
+func (c *Control) Leave() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.mem == nil {

@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -85,6 +86,7 @@ type Conn struct {
 	closed  bool  // guarded by closeMu
 
 	closedCh chan struct{} // closed when the connection is
+	lingered atomic.Bool   // set by EndLinger
 }
 
 // PeerUID returns the user of the process that made the connection.
@@ -399,10 +401,16 @@ func (c *Conn) GiveUp(cause error) (open bool) {
 	return open && ctlErr == nil
 }
 
+// EndLinger makes Linger return, one that goes on and later ones. Any goroutine may call it.
+func (c *Conn) EndLinger() {
+	c.lingered.Store(true)
+	_ = c.uc.SetReadDeadline(time.Unix(1, 0))
+}
+
 // Linger waits until the peer has closed its end, shut down its sending side or died, or until
-// Close. It may be called after GiveUp.
+// Close or EndLinger. It may be called after GiveUp.
 func (c *Conn) Linger() {
-	if c.uc.SetReadDeadline(time.Time{}) == nil {
+	if c.uc.SetReadDeadline(time.Time{}) == nil && !c.lingered.Load() {
 		// Packets that the peer still sends stay in its own buffer.
 		_ = c.raw.Read(ended)
 	}

@@ -120,9 +120,6 @@ func (l *LookupSockets) serveDirect(d *direct) {
 			return
 		}
 		l.count.messages.Add(1)
-		session, answer := l.handler.HandleLookup(l.buf[:size], l.reply[:0])
-		if len(answer) > 0 {
-			l.answer(session, answer)
-		}
+		l.handle(l.buf[:size])
 	}
 }

@@ -59,6 +59,8 @@ var (
 	ErrPeerGone = errors.New("peer is gone")
 	// ErrPeerStuck means that a peer was given up because it did not read in time.
 	ErrPeerStuck = errors.New("peer does not read")
+	// ErrHandedOver means that another process has the connection now.
+	ErrHandedOver = errors.New("handed over to another process")
 )
 
 const (
@@ -274,12 +276,31 @@ func takeDir(dir string) (*os.File, error) {
 		}
 		return nil, fmt.Errorf("runtime.dir %s: lock: %w", dir, err)
 	}
-	// One write of fixed length, so that a reader sees the old owner or the new one.
-	if _, err := lock.WriteAt(fmt.Appendf(nil, "%-10d\n", os.Getpid()), 0); err != nil {
+	if err := writeOwner(lock); err != nil {
 		lock.Close()
 		return nil, fmt.Errorf("runtime.dir %s: lock: %w", dir, err)
 	}
 	return lock, nil
+}
+
+// writeOwner writes this process's pid into the lock file. It is one write of fixed length, so that
+// a reader sees the old owner or the new one.
+func writeOwner(lock *os.File) error {
+	_, err := lock.WriteAt(fmt.Appendf(nil, "%-10d\n", os.Getpid()), 0)
+	return err
+}
+
+// Owner returns the pid of the sidecar that owns a directory, or 0 if none does.
+func Owner(dir string) int {
+	lock, err := os.OpenFile(filepath.Join(dir, lockName), os.O_RDWR|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return 0
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_SH|unix.LOCK_NB); err == nil {
+		return 0
+	}
+	return readOwner(lock)
 }
 
 // readOwner returns the pid in a lock file that another process has locked, or 0. The owner may not

@@ -44,6 +44,8 @@ const (
 	// closePatience bounds the wait for libzmq's thread to close a socket, which takes
 	// microseconds.
 	closePatience = time.Second
+	// detachLinger is how long Detach waits for libzmq to send what it has.
+	detachLinger = 20 * time.Millisecond
 )
 
 // Handler handles lookup messages. All its methods are called from one goroutine, which serves
@@ -235,17 +237,20 @@ func (l *LookupSockets) AddSession(id uint64, secret []byte) error {
 }
 
 func (l *LookupSockets) add(id uint64, to *replyTo) error {
-	if !l.do(func() {
-		l.sessions[id] = to
-		l.count.sessions.Store(int64(len(l.sessions)))
-		if to.direct != nil {
-			l.directs = append(l.directs, to.direct)
-			l.pollDirects()
-		}
-	}) {
+	if !l.do(func() { l.enter(id, to) }) {
 		return ErrClosed
 	}
 	return nil
+}
+
+// enter is add on the loop.
+func (l *LookupSockets) enter(id uint64, to *replyTo) {
+	l.sessions[id] = to
+	l.count.sessions.Store(int64(len(l.sessions)))
+	if to.direct != nil {
+		l.directs = append(l.directs, to.direct)
+		l.pollDirects()
+	}
 }
 
 // RemoveSession ends replies to a session: later ones are dropped. It closes the session's direct
@@ -319,6 +324,100 @@ func (l *LookupSockets) Close() error {
 		unix.Close(l.wake)
 	}
 	return nil
+}
+
+// Detach stops serving, like Close, for a process that takes over. It first handles what libzmq had
+// received by then, and gives libzmq a moment to send the replies. It returns the direct sockets by
+// session, with what their clients have sent and the loop has not read. The caller owns them.
+func (l *LookupSockets) Detach() map[uint64]int {
+	directs := map[uint64]int{}
+	if !l.do(func() { l.detach(directs) }) {
+		return directs
+	}
+	<-l.done
+	unix.Close(l.wake)
+	return directs
+}
+
+// detach is Detach on the loop.
+func (l *LookupSockets) detach(directs map[uint64]int) {
+	for l.serveRest() {
+	}
+	l.mu.Lock()
+	l.closed = true // nothing is queued or posted from here on
+	queue, posts := l.queue, l.posts
+	l.queue, l.posts = nil, nil
+	l.mu.Unlock()
+	for i := range posts {
+		l.send(&posts[i])
+	}
+	for id, to := range l.sessions {
+		if to.direct != nil && to.direct.fd >= 0 {
+			directs[id] = to.direct.fd
+			to.direct.fd = -1
+		}
+	}
+	l.directs = nil
+	for _, f := range queue {
+		f()
+	}
+	l.replies.lingers()
+	if l.lmSend != nil {
+		l.lmSend.lingers()
+	}
+	l.stopped = true
+}
+
+// lingers makes the socket's close wait for what is not sent yet, which is dropped otherwise.
+func (s *zsock) lingers() { _ = s.SetLinger(detachLinger) }
+
+// serveRest handles messages that libzmq has received, at most a burst of each socket, and reports
+// whether there was any.
+func (l *LookupSockets) serveRest() bool {
+	before := l.count.messages.Load()
+	l.serveNative()
+	if l.lmWorker != nil {
+		l.serveLMCache()
+	}
+	return l.count.messages.Load() != before
+}
+
+// Adopt makes replies to a session possible whose client was another process's before. fd is the
+// loop's end of the session's direct socket, which Adopt owns, or -1: replies then go to the
+// connection of the secret. The Handler must know the session already. Adopt has it handle the
+// messages in held, in their order, before any that comes.
+func (l *LookupSockets) Adopt(id uint64, secret []byte, fd int, held [][]byte) error {
+	to := &replyTo{secret: bytes.Clone(secret)}
+	if fd >= 0 {
+		to.direct = &direct{fd: fd}
+	}
+	if !l.do(func() {
+		l.enter(id, to)
+		for _, msg := range held {
+			l.handle(msg)
+		}
+	}) {
+		closeFD(fd)
+		return ErrClosed
+	}
+	return nil
+}
+
+// Handle handles messages as if they were received now, in their order. take returns them. It is
+// called on the goroutine of the Handler.
+func (l *LookupSockets) Handle(take func() [][]byte) {
+	l.do(func() {
+		for _, msg := range take() {
+			l.handle(msg)
+		}
+	})
+}
+
+// handle handles a native message on the loop.
+func (l *LookupSockets) handle(msg []byte) {
+	if session, answer := l.handler.HandleLookup(msg, l.reply[:0]); len(answer) > 0 {
+		l.answer(session, answer)
+	}
 }
 
 // do runs f on the loop and waits for it. It returns false if the loop is closed.
@@ -724,11 +823,7 @@ func (l *LookupSockets) serveNative() {
 		if frames == nil {
 			continue
 		}
-		session, answer := l.handler.HandleLookup(frames[0], l.reply[:0])
-		if len(answer) == 0 {
-			continue
-		}
-		l.answer(session, answer)
+		l.handle(frames[0])
 	}
 }
 

@@ -30,6 +30,7 @@ var layers = [][]string{
 	{
 		"dax",              // memory, and the only unsafe
 		"ipc/wire",         // messages; knows no engine types, nor sockets, nor memory
+		"ipc/handover",     // messages between the process that serves and the next one
 		"tiers",            // the words and the contract of a tier
 		"tiers/serde",      // bytes to bytes
 		"tiers/vfs",        // file operations
