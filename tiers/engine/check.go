@@ -136,6 +136,11 @@ func (c *checker) leases() error {
 		}
 		pins += n
 	}
+	for handle, x := range e.leases.imported {
+		if x.kind == noLease || x.was != handle || e.leases.all[x.index] != x {
+			return broken("imported lease %#x is a %v that was %#x", handle, x.kind, x.was)
+		}
+	}
 	if live+len(e.leases.spare) != len(e.leases.all) {
 		return broken("%d leases in use and %d spare make not %d", live, len(e.leases.spare),
 			len(e.leases.all))

@@ -74,6 +74,13 @@
 // once it is verified, while stores take memory elsewhere. Undrain has the region used as any
 // other: for the time when nobody can still be writing to it under a grant of the process before.
 //
+// # Handover
+//
+// Another process can go on with an arena at once. Its engine restores what this one holds, and
+// takes over what owners and operators hold (Export, BeginImport, Import): the same leases on the
+// same slots, under the same handles. A slot that a load reads is kept even if its chunk was
+// dropped. Stores, promotions and what peers lent end before.
+//
 // # Moves
 //
 // A region that is drained (Drain) hands out no slots, and nothing in it is evicted, carved or
@@ -141,7 +148,7 @@
 //	lend.go, foreign.go, copies.go   what is lent to peers, lent by them, and kept of that
 //	promotions.go, cascades.go       up from the tiers, and down to them
 //	drain.go, moves.go               out of a region
-//	keep.go                          what is written down for another run
+//	keep.go, handover.go             what is written down for another run, and handed over to it
 //	restore*.go, verify.go           what another run has left; patrol.go looks at it later
 //	journal.go, stats.go             what followers and operators learn
 package engine

@@ -27,6 +27,7 @@ type mirror struct {
 	carving uint32 // the drained region of which pieces may come
 
 	published, refused, restarted uint64
+	taken, cut, blocked           uint64 // see takeOver
 }
 
 type mirrorPiece struct {
@@ -278,6 +279,13 @@ func (w *world) restart() {
 	m := &w.mirror
 	m.check(w, true)
 	w.compareRestart(false)
+	w.keepAll()
+	w.compareRestart(true)
+}
+
+// keepAll has all that is held kept.
+func (w *world) keepAll() {
+	m := &w.mirror
 	for w.beginKeep(false) {
 	}
 	for m.place = (PatrolPlace{}); w.beginKeep(true); {
@@ -286,7 +294,6 @@ func (w *world) restart() {
 		w.endKeep(0)
 	}
 	m.check(w, true)
-	w.compareRestart(true)
 }
 
 // compareRestart has another engine begin with what is kept. whole says that it is all that is

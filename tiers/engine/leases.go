@@ -38,6 +38,7 @@ type lease struct {
 	kind     leaseKind
 	index    uint32 // in leaseBook.all
 	gen      uint32
+	was      uint64 // its handle in another engine, which it keeps; 0: it was not imported
 	owner    *owner
 	inOwner  leaseNode
 	first, n int // pages
@@ -111,6 +112,26 @@ func (l *leaseList) push(x *lease) {
 	l.last = x
 }
 
+// insert puts a lookup among the others by its deadline.
+func (l *leaseList) insert(x *lease) {
+	next := l.first
+	if l.last == nil || l.last.lookup.deadline <= x.lookup.deadline {
+		l.push(x)
+		return
+	}
+	for next.lookup.deadline <= x.lookup.deadline {
+		next = next.lookup.queued.next
+	}
+	n := &next.lookup.queued
+	x.lookup.queued = leaseNode{prev: n.prev, next: next}
+	if n.prev != nil {
+		n.prev.lookup.queued.next = x
+	} else {
+		l.first = x
+	}
+	n.prev = x
+}
+
 func (l *leaseList) remove(x *lease) {
 	n := l.node(x)
 	if n.prev != nil {
@@ -126,14 +147,24 @@ func (l *leaseList) remove(x *lease) {
 	*n = leaseNode{}
 }
 
-func (x *lease) handle() uint64 { return uint64(x.gen)<<32 | uint64(x.index) + 1 }
+func (x *lease) handle() uint64 {
+	if x.was != 0 {
+		return x.was
+	}
+	return uint64(x.gen)<<32 | uint64(x.index) + 1
+}
 
 // leaseBook is all leases.
 type leaseBook struct {
 	all   []*lease
 	spare []uint32 // indices of those that have ended
-	pins  int      // leases on slots
-	bufs  bufferPool
+
+	// by handle: those that had it in another engine, which had no handle of more uses; see
+	// BeginImport
+	imported map[uint64]*lease
+	skipped  uint32
+	pins     int // leases on slots
+	bufs     bufferPool
 
 	expiry leaseList // lookups, by deadline
 
@@ -149,7 +180,7 @@ func (b *leaseBook) add(kind leaseKind, ow *owner, slots []uint32) *lease {
 		x = b.all[b.spare[n-1]]
 		b.spare = b.spare[:n-1]
 	} else {
-		x = &lease{index: uint32(len(b.all))}
+		x = &lease{index: uint32(len(b.all)), gen: b.skipped}
 		b.all = append(b.all, x)
 	}
 	x.gen++
@@ -185,17 +216,50 @@ func (b *leaseBook) extend(x *lease, slots []uint32) {
 // find resolves a handle of an owner's. With a nil owner it is that of a pin or of an errand.
 func (b *leaseBook) find(ow *owner, kind leaseKind, handle uint64) (*lease, error) {
 	i, gen := uint32(handle)-1, uint32(handle>>32)
-	if uint32(handle) == 0 || uint64(i) >= uint64(len(b.all)) || gen == 0 || gen > b.all[i].gen {
+	if x := b.imported[handle]; x != nil {
+		i, gen = x.index, x.gen
+	} else if uint32(handle) == 0 || gen == 0 || gen > b.skipped &&
+		(uint64(i) >= uint64(len(b.all)) || gen > b.all[i].gen) {
 		return nil, fmt.Errorf("%w: %v %#x", tiers.ErrNotFound, kind, handle)
 	}
-	x := b.all[i]
-	if x.gen != gen || x.kind == noLease {
+	if uint64(i) >= uint64(len(b.all)) || b.all[i].gen != gen || b.all[i].kind == noLease {
 		return nil, fmt.Errorf("%w: %v %#x has ended", tiers.ErrStale, kind, handle)
 	}
+	x := b.all[i]
 	if ow != nil && x.owner != ow || x.kind != kind {
 		return nil, fmt.Errorf("%w: %v %#x", tiers.ErrNotFound, kind, handle)
 	}
 	return x, nil
+}
+
+// mayImport checks that a handle can be that of a lease in another engine, and is not one here.
+func (b *leaseBook) mayImport(handle uint64) error {
+	if uint32(handle) == 0 || handle>>32 == 0 || handle>>32 > uint64(b.skipped) ||
+		b.imported[handle] != nil {
+		return invalid("handle %#x", handle)
+	}
+	return nil
+}
+
+// addAs is add for a lease that had a handle in another engine, and keeps it.
+func (b *leaseBook) addAs(kind leaseKind, ow *owner, slots []uint32, handle uint64) *lease {
+	x := b.add(kind, ow, slots)
+	if b.imported == nil {
+		b.imported = map[uint64]*lease{}
+	}
+	x.was = handle
+	b.imported[handle] = x
+	return x
+}
+
+// skip has all handles from now on name more uses than given.
+func (b *leaseBook) skip(uses uint32) {
+	b.skipped = max(b.skipped, uses)
+	for _, x := range b.all {
+		if x.kind == noLease {
+			x.gen = max(x.gen, uses)
+		}
+	}
 }
 
 // remove takes out a lease that holds nothing any more.
@@ -218,7 +282,10 @@ func (b *leaseBook) remove(x *lease) {
 	}
 	ow.all.remove(x)
 	b.bufs.put(x.buf)
-	*x = lease{index: x.index, gen: x.gen}
+	if x.was != 0 {
+		delete(b.imported, x.was)
+	}
+	*x = lease{index: x.index, gen: max(x.gen, b.skipped)}
 	b.spare = append(b.spare, x.index)
 }
 

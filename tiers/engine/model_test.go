@@ -268,17 +268,10 @@ func newWorld(t *testing.T, seed uint64) *world {
 	if w.chance(4) {
 		cfg.MaxLeasesPerOwner = 1 + w.rng.IntN(30)
 	}
-	e, err := New(cfg)
-	w.check(err)
-	w.e = e
+	w.start(cfg)
+	e := w.e
 	if w.chance(2) {
 		e.leases.endSlice = 1 + w.rng.IntN(3)
-	}
-	plain := e.newPolicy
-	e.newPolicy = func(foreign bool) policy.Policy {
-		s := &strict{Policy: plain(foreign), notes: map[uint32]bool{}, slots: map[uint32]int{}}
-		w.policies = append(w.policies, s)
-		return s
 	}
 	if w.chance(3) {
 		e.tagMask = 3 << 30 // nearly all digests collide
@@ -293,11 +286,25 @@ func newWorld(t *testing.T, seed uint64) *world {
 		for t := range s.tiers {
 			s.tiers[t] = map[string]bool{}
 		}
+		var err error
 		s.id, err = e.OpenSpace(s.fp, s.g)
 		w.check(err)
 		w.spaces = append(w.spaces, s)
 	}
 	return w
+}
+
+// start makes the engine.
+func (w *world) start(cfg Config) {
+	e, err := New(cfg)
+	w.check(err)
+	w.e, w.policies = e, nil
+	plain := e.newPolicy
+	e.newPolicy = func(foreign bool) policy.Policy {
+		s := &strict{Policy: plain(foreign), notes: map[uint32]bool{}, slots: map[uint32]int{}}
+		w.policies = append(w.policies, s)
+		return s
+	}
 }
 
 // addRegion adds a region, and in an arena that keeps its chunks itself carves it, with slots that
@@ -880,6 +887,7 @@ func (w *world) run(steps int) {
 		w.follow()
 		w.lend()
 		w.keepSome()
+		w.takeOver()
 		st := w.e.Stats()
 		leases := 0
 		for _, s := range w.sessions {
@@ -942,6 +950,7 @@ func TestRandomHistories(t *testing.T) {
 	hits, exacts, cascades, dropped, unplugged, verified, corrupt, compared := 0, 0, 0, 0, 0, 0, 0,
 		0
 	var synced, gaps, borrowed, mixed, copied, kept, refused, restarted uint64
+	var taken, cut, blocked uint64
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -956,6 +965,7 @@ func TestRandomHistories(t *testing.T) {
 		compared += w.compared
 		kept, refused, restarted = kept+w.mirror.published, refused+w.mirror.refused,
 			restarted+w.mirror.restarted
+		taken, cut, blocked = taken+w.mirror.taken, cut+w.mirror.cut, blocked+w.mirror.blocked
 		synced += uint64(w.followers.synced)
 		gaps += w.followers.gaps
 		borrowed, mixed, copied = borrowed+w.peers.borrowed, mixed+w.peers.mixed,
@@ -990,9 +1000,10 @@ func TestRandomHistories(t *testing.T) {
 		"verified": uint64(verified), "corrupt": uint64(corrupt),
 		"compared checksums": uint64(compared), "followers compared": synced,
 		"kept chunks": kept, "chunks gone before they were kept": refused,
-		"chunks restored after a restart": restarted,
-		"followers overrun":               gaps,
-		"loans":                           borrowed, "loads from the arena and from peers": mixed,
+		"chunks restored after a restart": restarted, "leases taken over": taken,
+		"lookups cut at a takeover": cut, "dropped chunks read during a takeover": blocked,
+		"followers overrun": gaps,
+		"loans":             borrowed, "loads from the arena and from peers": mixed,
 		"loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad, "copies": copied,
 		"failed copies": total.CopiesFailed} {
 		if n == 0 && *seedsFlag >= 100 {
