@@ -77,9 +77,10 @@
 // # Handover
 //
 // Another process can go on with an arena at once. Its engine restores what this one holds, and
-// takes over what owners and operators hold (Export, BeginImport, Import): the same leases on the
-// same slots, under the same handles. A slot that a load reads is kept even if its chunk was
-// dropped. Stores, promotions and what peers lent end before.
+// takes over what owners and operators hold (Export, Import): the same leases on the same slots,
+// under the same handles. A slot that a load reads is kept even if its chunk was dropped, and one
+// that an unfinished store may write to holds no chunk. Promotions and loads of what peers lent end
+// before.
 //
 // # Moves
 //

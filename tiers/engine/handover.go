@@ -1,8 +1,8 @@
 package engine
 
 import (
-	"cmp"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"time"
@@ -11,36 +11,39 @@ import (
 )
 
 // Handover: the engine of another process goes on with what this one's owners and operators hold.
-// It has restored the same chunks in the same slots. Slots that are still being read there are not
-// granted, whatever has become of their chunks.
+// It has restored the same chunks in the same slots. Slots that may still be read or written to
+// under a grant of this one are not granted there, whatever has become of their chunks.
 
-// Handover is what an engine's owners and operators hold at one moment. It says of a few things
-// only how many there are: these are not handed over, and should have ended.
-type Handover struct {
-	Owners []Holding
-	Pins   []HeldPin
-	Uses   uint32 // no handle so far is of more; see BeginImport
+// HeldKind is what holds slots.
+type HeldKind uint8
 
-	Stores  int // that have not ended
-	Waiting int // lookups that wait for promotions
-	Foreign int // loads of slots that peers lent
-}
+const (
+	HeldLookup HeldKind = iota + 1
+	HeldLoad
+	HeldStore // a slot of a store that has not ended: it may still be written to
+	HeldPin
+)
 
-// Holding is what one owner holds.
-type Holding struct {
-	Owner   Owner
-	Space   tiers.Fingerprint
-	Takers  int  // see SetTakers; 0: it was not called
-	Own     bool // AddArenaOwner or AddLender added it
-	Lookups []HeldLookup
-	Loads   []HeldLoad
+func (k HeldKind) String() string {
+	if k > HeldPin {
+		return fmt.Sprintf("HeldKind(%d)", k)
+	}
+	return [...]string{"nothing", "lookup", "load", "store", "pin"}[k]
 }
 
 // Held is a run of pages that is leased.
 type Held struct {
-	First, Pages int
-	Slots        []Place // of the chunks
-	Ends         []byte  // digests of the last pages of the run in each chunk, end to end
+	Kind   HeldKind
+	Owner  Owner         // not of a pin
+	Space  SpaceID       // of a pin
+	Lookup uint64        // its id
+	Handle uint64        // of a load or a pin
+	Takers int           // of a lookup: loads that are still to take it over
+	Left   time.Duration // of a lookup, until its deadline
+
+	First, Pages int     // of a store: the chunk's
+	Places       []Place // one a chunk
+	Ends         []byte  // digests of the run's last page in each chunk, end to end; not of a store
 }
 
 // Place is where a slot begins.
@@ -49,254 +52,274 @@ type Place struct {
 	Offset uint64 // bytes
 }
 
-// HeldLookup is a lookup and what it holds.
-type HeldLookup struct {
-	Held
-	Lookup uint64        // its id
-	Takers int           // loads that are still to take it over
-	Left   time.Duration // until its deadline
+// Handover is what an engine's owners and operators hold at one moment.
+type Handover struct {
+	Generation uint32 // no handle so far has a higher one
+	Held       []Held
 }
 
-// HeldLoad is a load and what it reads.
-type HeldLoad struct {
-	Held
-	Load uint64 // its handle
-}
-
-// HeldPin is a pin.
-type HeldPin struct {
-	Held
-	Pin   uint64 // its handle
-	Space tiers.Fingerprint
-}
-
-// Export returns what owners and operators hold. Lookups end before the first chunk that was
-// dropped or that a peer lent. What is lent to peers is not in it. It holds the lock throughout,
-// for some 50 ns a slot. Of a closed engine it returns nothing.
-func (e *Engine) Export() (h Handover) {
+// Export returns what owners and operators hold, and changes nothing. Lookups and pins end before
+// the first chunk that was dropped or that a peer lent. What is lent to peers is not in it.
+// ErrBusy: a lookup waits for promotions, or a load reads what a peer lent. Export holds the lock
+// throughout.
+func (e *Engine) Export() (Handover, error) {
 	e.mu.Lock()
 	defer e.unlock()
 	if e.closed {
-		return h
+		return Handover{}, tiers.ErrClosed
 	}
-	h.Uses = e.leases.skipped
+	h := Handover{Generation: e.leases.skipped}
 	for _, x := range e.leases.all {
-		h.Uses = max(h.Uses, x.gen)
+		h.Generation = max(h.Generation, x.gen)
 	}
-	for _, ow := range e.owners {
-		if !ow.leaving {
-			h.Owners = append(h.Owners, e.exportOwner(ow, &h))
+	for _, o := range slices.Sorted(maps.Keys(e.owners)) {
+		if e.owners[o].leaving {
+			continue
+		}
+		for x := e.owners[o].all.first; x != nil; x = x.inOwner.next {
+			if err := e.export(x, &h); err != nil {
+				return Handover{}, err
+			}
 		}
 	}
-	slices.SortFunc(h.Owners, func(a, b Holding) int { return cmp.Compare(a.Owner, b.Owner) })
 	for _, s := range e.spaces {
 		if s == nil {
 			continue
 		}
 		for x := s.pinner.all.first; x != nil; x = x.inOwner.next {
-			if held := e.exportRun(s, x, x.slots); held.Pages > 0 {
-				h.Pins = append(h.Pins, HeldPin{Held: held, Pin: x.handle(), Space: s.print})
+			if err := e.export(x, &h); err != nil {
+				return Handover{}, err
 			}
 		}
 	}
-	return h
+	return h, nil
 }
 
-// exportOwner returns what an owner holds, and counts in h what it leaves out.
-func (e *Engine) exportOwner(ow *owner, h *Handover) Holding {
-	out := Holding{Owner: ow.id, Space: ow.space.print, Takers: ow.takers, Own: ow.own}
-	now := e.cfg.Now()
-	for x := ow.all.first; x != nil; x = x.inOwner.next {
-		switch {
-		case x.kind == storeLease:
-			h.Stores++
-		case x.kind == lookupLease && x.lookup.waiting:
-			h.Waiting++
-		case x.kind == lookupLease:
-			if held := e.exportRun(ow.space, x, x.slots); held.Pages > 0 {
-				out.Lookups = append(out.Lookups, HeldLookup{Held: held, Lookup: x.lookup.id,
-					Takers: x.lookup.takers, Left: time.Duration(x.lookup.deadline - now)})
-			}
-		case x.kind == loadLease && slices.ContainsFunc(x.slots, e.isForeign):
-			h.Foreign++
-		case x.kind == loadLease:
-			out.Loads = append(out.Loads, HeldLoad{Held: e.exportRun(ow.space, x, x.slots),
-				Load: x.handle()})
+// export appends what a lease holds.
+func (e *Engine) export(x *lease, h *Handover) error {
+	sp := x.owner.space
+	out := Held{Owner: x.owner.id, First: x.first}
+	switch x.kind {
+	case storeLease:
+		for _, ref := range x.slots {
+			r, s := e.slot(ref)
+			h.Held = append(h.Held, Held{Kind: HeldStore, Owner: x.owner.id,
+				First: int(s.chunk) * r.ppc, Pages: r.ppc, Places: []Place{e.place(ref)}})
 		}
+		return nil
+	case lookupLease:
+		if x.lookup.waiting {
+			return fmt.Errorf("%w: lookup %d of owner %d waits", tiers.ErrBusy, x.lookup.id,
+				x.owner.id)
+		}
+		out.Kind, out.Lookup, out.Takers = HeldLookup, x.lookup.id, x.lookup.takers
+		out.Left = time.Duration(x.lookup.deadline - e.cfg.Now())
+	case loadLease:
+		if slices.ContainsFunc(x.slots, e.isForeign) {
+			return fmt.Errorf("%w: load %#x of owner %d reads what a peer lent", tiers.ErrBusy,
+				x.handle(), x.owner.id)
+		}
+		out.Kind, out.Handle = HeldLoad, x.handle()
+	case pinLease:
+		out.Kind, out.Owner, out.Handle, out.Space = HeldPin, 0, x.handle(), SpaceID(sp.id)
+	default: // loans, and what is ending
+		return nil
 	}
-	return out
-}
-
-// exportRun returns what a lease holds. Unless it is a load's, it ends before the first slot that
-// cannot be found, or is a foreign one.
-func (e *Engine) exportRun(sp *space, x *lease, slots []uint32) Held {
-	h := Held{First: x.first, Slots: make([]Place, 0, len(slots))}
 	ppc, end := sp.g.PagesPerChunk, x.first+x.n
 	var buf [32]byte
-	for i, ref := range slots {
+	for i, ref := range x.slots {
 		r, s := e.slot(ref)
 		start := (x.first/ppc + i) * ppc
 		if x.kind != loadLease && (s.doomed() || r.foreign) {
 			end = start
 			break
 		}
-		last := min(end, start+ppc) - 1
-		h.Slots = append(h.Slots, Place{r.id, r.offset(ref, 0)})
-		h.Ends = append(h.Ends, r.digestBytes(ref&recordMask, last%ppc, &buf)...)
+		out.Places = append(out.Places, e.place(ref))
+		out.Ends = append(out.Ends, r.digestBytes(ref&recordMask, (min(end, start+ppc)-1)%ppc,
+			&buf)...)
 	}
-	h.Pages = max(0, end-x.first)
-	return h
+	if out.Pages = end - x.first; out.Pages > 0 {
+		h.Held = append(h.Held, out)
+	}
+	return nil
 }
 
-// BeginImport takes over what the engine of another process had for its operators, when what was in
-// its slots has been restored, and before it has any owner. A pin ends before the first chunk that
-// is not there any more. Handles of the other engine that have ended stay ended. ErrInvalid: no
-// engine can have had that.
-func (e *Engine) BeginImport(h *Handover) error {
+func (e *Engine) place(ref uint32) Place {
+	r, _ := e.slot(ref)
+	return Place{r.id, r.offset(ref, 0)}
+}
+
+// Import takes over what the owners and operators of another engine had. What was in its slots has
+// been restored; the owners have been added, and have no leases yet. Handles and names stay the
+// same, deadlines go on, handles that have ended stay ended. The limits of owners are not applied.
+//
+// A lookup or pin ends before the first chunk that is not there any more. A load keeps all its
+// slots, also one whose chunk was dropped: nothing may be written to it before Release. A store's
+// slot is kept likewise, as by a load that has no name, until its owner is removed: its chunk is
+// dropped.
+//
+// The regions should be drained from before they were restored until after Import: else a slot may
+// have been granted that is still in use. ErrBusy: one was; ErrInvalid: no engine can have had
+// that, there is no such owner, or a slot is in no piece. The engine should be closed then.
+func (e *Engine) Import(h *Handover) error {
 	e.mu.Lock()
 	defer e.unlock()
 	if e.closed {
 		return tiers.ErrClosed
 	}
-	if len(e.owners) > 0 {
-		return fmt.Errorf("%w: there are %d owners", tiers.ErrBusy, len(e.owners))
-	}
-	e.leases.skip(h.Uses)
+	e.leases.skip(h.Generation)
 	e.tick++
-	for i := range h.Pins {
-		p := &h.Pins[i]
-		s := e.byPrint[p.Space]
-		if s == nil {
-			continue
+	// What stores may write to is nobody's chunk, so they come first. Loads may have to take slots
+	// that nothing else uses.
+	for _, kind := range [...]HeldKind{HeldStore, HeldLoad, HeldPin, HeldLookup} {
+		for i := range h.Held {
+			if h.Held[i].Kind != kind {
+				continue
+			}
+			if err := e.importHeld(&h.Held[i]); err != nil {
+				return err
+			}
 		}
-		if err := p.fits(s); err != nil {
-			return err
+	}
+	for i := range h.Held {
+		if k := h.Held[i].Kind; k < HeldLookup || k > HeldPin {
+			return invalid("%v handed over", k)
 		}
-		if err := e.leases.mayImport(p.Pin); err != nil {
-			return err
-		}
-		slots, pages := e.importRun(&s.pinner, &p.Held)
-		if pages == 0 {
-			continue
-		}
-		x := e.leases.addAs(pinLease, &s.pinner, slots, p.Pin)
-		x.first, x.n = p.First, pages
 	}
 	e.relimit()
 	return nil
 }
 
-// Import gives an owner, which was added just now, what it held in the engine of another process,
-// under the same names and handles. h.Owner does not matter. A lookup ends before the first chunk
-// that is not there any more, and its deadline goes on. A load keeps all its slots, also those
-// whose chunk was dropped: nothing may be written to them before Release. The limits of owners are
-// not applied.
-//
-// The regions should be drained from before they were restored until after Import: else a slot may
-// have been granted that a load reads. ErrBusy: one was; ErrInvalid: no engine can have had that;
-// ErrIncompatible: the owner is in another space. The owner should be removed then.
-func (e *Engine) Import(o Owner, h *Holding) error {
-	e.mu.Lock()
-	defer e.unlock()
-	ow, err := e.owner(o)
-	if err != nil {
+// importHeld takes over one lease.
+func (e *Engine) importHeld(h *Held) error {
+	var ow *owner
+	if h.Kind == HeldPin {
+		s, err := e.space(h.Space)
+		if err != nil {
+			return invalid("a pin of space %d, which there is not", h.Space)
+		}
+		ow = &s.pinner
+	} else if ow = e.owners[h.Owner]; ow == nil || ow.leaving {
+		return invalid("a %v of owner %d, which there is not", h.Kind, h.Owner)
+	}
+	if err := h.fits(ow.space); err != nil {
 		return err
 	}
-	if ow.space.print != h.Space {
-		return fmt.Errorf("%w: owner %d is in space %s, and was in %s", tiers.ErrIncompatible, o,
-			ow.space.print.Short(), h.Space.Short())
-	}
-	if ow.all.first != nil {
-		return fmt.Errorf("%w: owner %d has leases", tiers.ErrBusy, o)
-	}
-	e.tick++
-	for i := range h.Loads {
-		if err := e.importLoad(ow, &h.Loads[i]); err != nil {
+	if h.Kind == HeldLoad || h.Kind == HeldPin {
+		if err := e.leases.mayImport(h.Handle); err != nil {
 			return err
 		}
 	}
-	now := e.cfg.Now()
-	for i := range h.Lookups {
-		l := &h.Lookups[i]
-		if err := l.fits(ow.space); err != nil {
+	var x *lease
+	switch h.Kind {
+	case HeldStore, HeldLoad:
+		slots, err := e.importAll(ow, h)
+		if err != nil {
 			return err
 		}
-		if ow.lookups[l.Lookup] != nil {
-			return invalid("lookup %d twice", l.Lookup)
+		x = e.leases.add(loadLease, ow, slots)
+		x.first, x.n = h.First, h.Pages
+		ow.loads++
+		if h.Kind == HeldStore {
+			return nil
 		}
-		slots, pages := e.importRun(ow, &l.Held)
+	case HeldPin:
+		slots, pages := e.importRun(ow, h)
 		if pages == 0 {
-			continue
+			return nil
 		}
-		x := e.leases.addLookup(ow, l.Lookup, l.First, slots)
-		x.n, x.lookup.takers = pages, l.Takers
-		x.lookup.deadline = now + int64(min(l.Left, e.cfg.LeaseDeadline))
+		x = e.leases.add(pinLease, ow, slots)
+		x.first, x.n = h.First, pages
+	case HeldLookup:
+		if ow.lookups[h.Lookup] != nil {
+			return invalid("lookup %d of owner %d twice", h.Lookup, h.Owner)
+		}
+		slots, pages := e.importRun(ow, h)
+		if pages == 0 {
+			return nil
+		}
+		x = e.leases.addLookup(ow, h.Lookup, h.First, slots)
+		x.n, x.lookup.takers = pages, h.Takers
+		x.lookup.deadline = e.cfg.Now() + int64(min(h.Left, e.cfg.LeaseDeadline))
 		e.leases.expiry.insert(x)
+		return nil
 	}
+	e.leases.name(x, h.Handle)
 	return nil
+}
+
+// Pinned reports whether there is a pin of this handle.
+func (e *Engine) Pinned(pin uint64) bool {
+	e.mu.Lock()
+	defer e.unlock()
+	if e.closed {
+		return false
+	}
+	_, err := e.leases.find(nil, pinLease, pin)
+	return err == nil
 }
 
 // fits reports whether an engine can have leased a run in a space.
 func (h *Held) fits(s *space) error {
-	ppc := s.g.PagesPerChunk
+	ppc, ends := s.g.PagesPerChunk, len(h.Places)*s.g.DigestBytes
+	if h.Kind == HeldStore {
+		ends = 0
+	}
 	if h.First < 0 || h.Pages < 1 || h.First > maxPage || h.Pages > maxPage ||
-		len(h.Slots) != (h.First+h.Pages-1)/ppc-h.First/ppc+1 ||
-		len(h.Ends) != len(h.Slots)*s.g.DigestBytes {
-		return invalid("%d pages from %d held in %d slots that end with %d bytes", h.Pages, h.First,
-			len(h.Slots), len(h.Ends))
+		len(h.Places) != (h.First+h.Pages-1)/ppc-h.First/ppc+1 || len(h.Ends) != ends {
+		return invalid("a %v of %d pages from %d in %d slots, whose ends have %d bytes", h.Kind,
+			h.Pages, h.First, len(h.Places), len(h.Ends))
 	}
 	return nil
 }
 
-// part is how many pages chunk i of a run must have, and the digest of the last of them.
-func (h *Held) part(s *space, i int) (chunk, pages int, end []byte) {
-	ppc := s.g.PagesPerChunk
-	chunk = h.First/ppc + i
-	return chunk, min(h.First+h.Pages-chunk*ppc, ppc), h.Ends[i*s.g.DigestBytes:][:s.g.DigestBytes]
+// has reports whether a slot holds what the i-th one of a run did.
+func (h *Held) has(e *Engine, sp *space, ref uint32, i int) bool {
+	if h.Kind == HeldStore {
+		return false
+	}
+	r, s := e.slot(ref)
+	chunk, d := h.First/r.ppc+i, sp.g.DigestBytes
+	pages := min(h.First+h.Pages-chunk*r.ppc, r.ppc)
+	return int(ref&recordMask) < r.fresh && s.state == ready && !s.doomed() && s.space == sp.id &&
+		int(s.chunk) == chunk && int(s.pages) >= pages &&
+		equal(r.digest(ref&recordMask, pages-1), h.Ends[i*d:(i+1)*d])
 }
 
 // importRun leases what is held of a run for an owner, up to the first chunk that is not.
 func (e *Engine) importRun(ow *owner, h *Held) (slots []uint32, pages int) {
-	for i, at := range h.Slots {
+	ppc := ow.space.g.PagesPerChunk
+	for i, at := range h.Places {
 		ref := e.placed(ow.space, at)
-		chunk, n, end := h.part(ow.space, i)
-		if ref == 0 || !e.hasPages(ow.space, ref, chunk, n, end) {
+		if ref == 0 || !h.has(e, ow.space, ref, i) {
 			break
 		}
 		e.importSlot(ow, ref)
 		slots = append(slots, ref)
-		pages = chunk*ow.space.g.PagesPerChunk + n - h.First
+		pages = min(h.Pages, (h.First/ppc+i+1)*ppc-h.First)
 	}
 	return slots, pages
 }
 
-// importLoad has an owner read what it read in another process.
-func (e *Engine) importLoad(ow *owner, l *HeldLoad) error {
-	if err := l.fits(ow.space); err != nil {
-		return err
-	}
-	if err := e.leases.mayImport(l.Load); err != nil {
-		return err
-	}
-	var slots []uint32
-	for i, at := range l.Slots {
+// importAll leases all slots of a run for an owner. It blocks those that hold something else.
+func (e *Engine) importAll(ow *owner, h *Held) (slots []uint32, err error) {
+	for i, at := range h.Places {
 		ref := e.placed(ow.space, at)
-		chunk, n, end := l.part(ow.space, i)
-		if ref != 0 && !e.hasPages(ow.space, ref, chunk, n, end) && !e.block(ow.space, ref, chunk) {
-			ref = 0
-		}
 		if ref == 0 {
+			err = invalid("a %v of no slot, at byte %d of region %d", h.Kind, at.Offset, at.Region)
+		} else if !h.has(e, ow.space, ref, i) &&
+			!e.block(ow.space, ref, h.First/ow.space.g.PagesPerChunk+i) {
+			err = fmt.Errorf("%w: the slot at byte %d of region %d, which a %v has, is in use",
+				tiers.ErrBusy, at.Offset, at.Region, h.Kind)
+		}
+		if err != nil {
 			e.unlease(ow, slots)
-			return fmt.Errorf("%w: no slot, or one that was granted, at byte %d of region %d",
-				tiers.ErrBusy, at.Offset, at.Region)
+			return nil, err
 		}
 		e.importSlot(ow, ref)
 		slots = append(slots, ref)
 	}
-	x := e.leases.addAs(loadLease, ow, slots, l.Load)
-	x.first, x.n = l.First, l.Pages
-	ow.loads++
-	return nil
+	return slots, nil
 }
 
 // importSlot leases a ready slot for an owner that had it already. It was readable then.
@@ -324,14 +347,6 @@ func (e *Engine) placed(s *space, at Place) uint32 {
 		}
 	}
 	return 0
-}
-
-// hasPages reports whether a slot holds the first pages of a chunk, the last of them with a digest.
-func (e *Engine) hasPages(sp *space, ref uint32, chunk, pages int, end []byte) bool {
-	r, s := e.slot(ref)
-	return int(ref&recordMask) < r.fresh && s.state == ready && !s.doomed() && s.space == sp.id &&
-		int(s.chunk) == chunk && int(s.pages) >= pages &&
-		equal(r.digest(ref&recordMask, pages-1), end)
 }
 
 // block has a slot be as if it held a chunk of a space that was dropped and is still read. What it

@@ -1,7 +1,9 @@
 package engine
 
 import (
+	"errors"
 	"maps"
+	"reflect"
 	"slices"
 	"testing"
 	"time"
@@ -15,6 +17,9 @@ import (
 // takeOver now and then has another engine go on.
 func (w *world) takeOver() {
 	m := &w.mirror
+	if m.rng.IntN(10) == 0 {
+		w.writeLate()
+	}
 	if m.rng.IntN(150) > 0 {
 		return
 	}
@@ -22,10 +27,8 @@ func (w *world) takeOver() {
 	if m.rng.IntN(3) > 0 {
 		w.keepAll()
 	}
-	h := w.e.Export()
-	if h.Stores+h.Foreign > 0 {
-		w.fatal("nothing is stored, and no peer's slot is read: %+v", h)
-	}
+	h, err := w.e.Export()
+	w.check(err)
 	w.checkExport(&h)
 	old, pieces := w.e, m.pieces
 	w.endFollow()
@@ -62,11 +65,15 @@ func (w *world) takeOver() {
 	w.start(old.cfg)
 	w.e.leases.endSlice, w.e.tagMask = old.leases.endSlice, old.tagMask
 	w.e.journal.words = old.journal.words
-	for _, s := range w.spaces {
+	ids := map[SpaceID]SpaceID{}
+	for _, i := range m.rng.Perm(len(w.spaces)) {
+		s := w.spaces[i]
 		_, err := w.e.RecoverSpace(s.fp, s.g)
 		w.check(err)
+		was := s.id
 		s.id, err = w.e.OpenSpace(s.fp, s.g)
 		w.check(err)
+		ids[was] = s.id
 	}
 	for _, id := range regionIDs(w.arena) {
 		if areas[id] {
@@ -104,7 +111,7 @@ func (w *world) takeOver() {
 	w.e.EndRestore()
 	m.check(w, true)
 
-	w.importAll(&h)
+	w.importAll(&h, ids)
 	w.check(w.e.Check())
 	m.check(w, true)
 	for _, id := range regionIDs(w.arena) {
@@ -116,27 +123,9 @@ func (w *world) takeOver() {
 	w.bad = true // not all is there
 }
 
-// endErrands ends what is not handed over.
+// endErrands ends what is not handed over, and at times the stores.
 func (w *world) endErrands() {
-	for _, s := range w.sessions {
-		for h := range s.stores {
-			w.check(w.e.AbortStore(s.owner, h))
-			w.ended = append(w.ended, h)
-		}
-		clear(s.stores)
-		for h, l := range s.loads {
-			if slices.ContainsFunc(l.extents, func(x Extent) bool {
-				return x.Region >= peerRegions
-			}) {
-				if w.e.Export().Foreign == 0 {
-					w.fatal("a load of what peers lent is not counted")
-				}
-				w.check(w.e.Release(s.owner, h, nil))
-				delete(s.loads, h)
-				w.ended = append(w.ended, h)
-			}
-		}
-	}
+	m := &w.mirror
 	for len(w.flights) > 0 {
 		w.finishPromotion()
 	}
@@ -150,72 +139,118 @@ func (w *world) endErrands() {
 		w.endCopy()
 	}
 	w.checks = nil
-	slices.Sort(w.ended)
-}
-
-// checkExport compares what is handed over with what the sessions hold. Lookups that wait are not,
-// and end.
-func (w *world) checkExport(h *Handover) {
-	owners := map[Owner]*Holding{}
-	for i := range h.Owners {
-		owners[h.Owners[i].Owner] = &h.Owners[i]
-	}
-	waiting := 0
+	busy := false
+	_, err := w.e.Export()
 	for _, s := range w.sessions {
-		x := owners[s.owner]
-		if x == nil || x.Space != s.space.fp || len(x.Loads) != len(s.loads) ||
-			max(1, x.Takers) != s.takers {
-			w.fatal("owner %d is handed over as %+v", s.owner, x)
-		}
-		for _, l := range x.Loads {
-			if s.loads[l.Load] == nil || len(s.loads[l.Load].extents) != len(l.Slots) {
-				w.fatal("%+v is handed over, and is %+v", l, s.loads[l.Load])
+		for _, h := range sorted(s.stores) {
+			if m.rng.IntN(2) == 0 {
+				w.check(w.e.AbortStore(s.owner, h))
+				delete(s.stores, h)
 			}
+			w.ended = append(w.ended, h) // it cannot be committed any more
 		}
-		for _, l := range x.Lookups {
-			is := s.lookups[l.Lookup]
-			if is == nil || len(is.waits) > 0 || is.first != l.First || is.n < l.Pages ||
-				is.deadline != w.now+int64(l.Left) || max(1, l.Takers) != s.takers-is.loads {
-				w.fatal("%+v is handed over, and is %+v", l, is)
+		for h, l := range s.loads {
+			if slices.ContainsFunc(l.extents, func(x Extent) bool {
+				return x.Region >= peerRegions
+			}) {
+				busy = true
+				w.check(w.e.Release(s.owner, h, nil))
+				delete(s.loads, h)
+				w.ended = append(w.ended, h)
 			}
 		}
 		for id, l := range s.lookups {
 			if len(l.waits) > 0 {
-				waiting++
+				busy = true
+				w.check(w.e.Cancel(s.owner, id))
 				delete(s.lookups, id)
 			}
 		}
 	}
-	if waiting != h.Waiting || len(h.Pins) > len(w.pins) {
-		w.fatal("%d lookups wait, %d are pinned; said are %d and %d", waiting, len(w.pins),
-			h.Waiting, len(h.Pins))
+	if busy != errors.Is(err, tiers.ErrBusy) {
+		w.fatal("something is not handed over: %v; %v", busy, err)
+	}
+	slices.Sort(w.ended)
+}
+
+// checkExport compares what is handed over with what the sessions hold.
+func (w *world) checkExport(h *Handover) {
+	pins, loads, stores := 0, 0, 0
+	for i := range h.Held {
+		x := &h.Held[i]
+		var of *modelSession
+		for _, s := range w.sessions {
+			if s.owner == x.Owner {
+				of = s
+			}
+		}
+		if x.Kind == HeldPin {
+			if w.pins[x.Handle] == nil || w.pins[x.Handle].id != x.Space {
+				w.fatal("%+v is handed over", x)
+			}
+			pins++
+			continue
+		}
+		if of == nil {
+			w.fatal("%+v is handed over", x)
+		}
+		switch x.Kind {
+		case HeldLoad:
+			loads++
+			if of.loads[x.Handle] == nil && len(of.writes) > 0 {
+				break // a slot of a store that was under way at another takeover
+			}
+			if of.loads[x.Handle] == nil || len(of.loads[x.Handle].extents) != len(x.Places) {
+				w.fatal("%+v is handed over, and is %+v", x, of.loads[x.Handle])
+			}
+		case HeldLookup:
+			is := of.lookups[x.Lookup]
+			if is == nil || is.first != x.First || is.n < x.Pages ||
+				is.deadline != w.now+int64(x.Left) || max(1, x.Takers) != of.takers-is.loads {
+				w.fatal("%+v is handed over, and is %+v", x, is)
+			}
+		case HeldStore:
+			stores++
+		}
+	}
+	for _, s := range w.sessions {
+		loads -= len(s.loads) + len(s.writes)
+		for _, st := range s.stores {
+			stores -= len(st.grants)
+		}
+	}
+	if loads != 0 || stores != 0 || pins > len(w.pins) {
+		w.fatal("%d loads, %d slots of stores too many are handed over; %d of %d pins", loads,
+			stores, pins, len(w.pins))
 	}
 }
 
 // importAll takes over what was handed over.
-func (w *world) importAll(h *Handover) {
+func (w *world) importAll(h *Handover, spaces map[SpaceID]SpaceID) {
 	m := &w.mirror
-	w.check(w.e.BeginImport(h))
-	for pin := range w.pins {
-		if w.e.leases.imported[pin] == nil {
-			delete(w.pins, pin)
-		}
-	}
 	for _, s := range w.sessions {
 		w.check(w.e.AddOwner(s.owner, s.space.id))
 		if s.takers > 1 {
 			w.check(w.e.SetTakers(s.owner, s.takers))
 		}
 	}
-	for i := range h.Owners {
-		x := &h.Owners[i]
-		w.check(w.e.Import(x.Owner, x))
-		if err := w.e.Import(x.Owner, x); err == nil && len(x.Loads) > 0 {
-			w.fatal("%+v is taken over twice", x)
+	for i := range h.Held {
+		h.Held[i].Space = spaces[h.Held[i].Space]
+	}
+	w.check(w.e.Import(h))
+	for pin := range w.pins {
+		if !w.e.Pinned(pin) {
+			delete(w.pins, pin)
 		}
-		m.taken += uint64(len(x.Loads))
 	}
 	for _, s := range w.sessions {
+		for _, st := range s.stores { // until the session ends its client may write to them
+			for _, gr := range st.grants {
+				s.writes = append(s.writes, gr)
+				m.written++
+			}
+		}
+		clear(s.stores)
 		ow := w.e.owners[s.owner]
 		for id, l := range s.lookups {
 			x := ow.lookups[id]
@@ -239,6 +274,20 @@ func (w *world) importAll(h *Handover) {
 			for _, ref := range x.slots {
 				if _, s := w.e.slot(ref); s.doomed() {
 					m.blocked++
+				}
+			}
+			m.taken++
+		}
+	}
+}
+
+// writeLate has clients write to what stores were granted that were under way at a takeover.
+func (w *world) writeLate() {
+	for _, s := range w.sessions {
+		for _, gr := range s.writes {
+			for i := range int(gr.Pages) {
+				for j, page := 0, w.page(s.space, gr, i); j < len(page); j++ {
+					page[j]++
 				}
 			}
 		}
@@ -269,15 +318,16 @@ func TestTakeOver(t *testing.T) {
 		t.Fatal(err)
 	}
 	held := dumpPieces(a.e)
-	out := a.e.Export()
-	if len(out.Owners) != 1 || len(out.Pins) != 1 || out.Stores+out.Waiting+out.Foreign != 0 {
-		t.Fatalf("%+v", out)
+	out, err := a.e.Export()
+	a.ok(err)
+	of := map[HeldKind]*Held{}
+	for i := range out.Held {
+		of[out.Held[i].Kind] = &out.Held[i]
 	}
-	mine := &out.Owners[0]
-	if len(mine.Lookups) != 1 || mine.Lookups[0].Pages != 8 ||
-		mine.Lookups[0].Left != 6*time.Second || len(mine.Loads) != 1 ||
-		len(mine.Loads[0].Slots) != 3 || mine.Loads[0].Load != load {
-		t.Fatalf("%+v", mine)
+	if l := of[HeldLookup]; len(out.Held) != 3 || len(of) != 3 || l.Pages != 8 || l.Lookup != 5 ||
+		l.Left != 6*time.Second || len(of[HeldLoad].Places) != 3 || of[HeldLoad].Handle != load ||
+		of[HeldPin].Handle != pin || of[HeldPin].Space != a.sp {
+		t.Fatalf("%+v", out)
 	}
 	pieces := []Piece{}
 	for _, s := range a.e.areas[0].spans {
@@ -322,9 +372,18 @@ func TestTakeOver(t *testing.T) {
 	}
 	for lose, want := range map[int]int{-1: 8, 0: 0, 1: 4, 10: 0, 11: 4} {
 		b := start(lose)
-		b.ok(b.e.BeginImport(&out))
+		var early []uint64
+		for range 5 {
+			if pin, _, err := b.e.Pin(b.sp, h[:4*32]); err != nil || pin != 0 {
+				b.ok(err)
+				early = append(early, pin)
+			}
+		}
+		for _, pin := range early {
+			b.ok(b.e.Unpin(pin))
+		}
 		b.ok(b.e.AddOwner(me, b.sp))
-		b.ok(b.e.Import(me, mine))
+		b.ok(b.e.Import(&out))
 		b.ok(b.e.Undrain(7))
 		b.ok(b.e.Check())
 		st := b.e.Stats()
@@ -359,7 +418,7 @@ func TestTakeOver(t *testing.T) {
 			b.ok(b.e.Release(me, load, nil))
 			second, more, err = b.e.PrepareLoad(me, me, 5, 0, want, nil)
 			b.ok(err)
-			if second>>32 <= uint64(out.Uses) || more[0].Offset/256 != extents[0].Offset/256 {
+			if second>>32 <= uint64(out.Generation) || more[0].Offset/256 != extents[0].Offset/256 {
 				t.Fatalf("load %#x of %+v", second, more)
 			}
 			b.ok(b.e.Release(me, second, nil))
@@ -375,50 +434,73 @@ func TestTakeOver(t *testing.T) {
 
 	// The deadline goes on.
 	b := start(-1)
-	b.ok(b.e.BeginImport(&out))
 	b.ok(b.e.AddOwner(me, b.sp))
-	b.ok(b.e.Import(me, mine))
+	b.ok(b.e.Import(&out))
 	now += int64(5 * time.Second)
 	if n := b.e.Expire(); n != 0 {
 		t.Fatal("too early")
 	}
-	if again := b.e.Export(); again.Owners[0].Lookups[0].Left != time.Second ||
-		again.Owners[0].Loads[0].Load != load || again.Pins[0].Pin != pin || again.Uses < out.Uses {
+	again, err := b.e.Export()
+	b.ok(err)
+	if len(again.Held) != 3 || again.Generation < out.Generation {
 		t.Fatalf("%+v", again)
+	}
+	for i := range again.Held {
+		x := &again.Held[i]
+		was := *of[x.Kind]
+		switch x.Kind {
+		case HeldLookup:
+			was.Left = time.Second
+		case HeldLoad: // of the chunk that was dropped nothing is known
+			x.Ends, was.Ends = x.Ends[:2*32], was.Ends[:2*32]
+		}
+		if !reflect.DeepEqual(*x, was) {
+			t.Fatalf("%+v is handed over again as %+v", was, x)
+		}
 	}
 	now += int64(2 * time.Second)
 	if n := b.e.Expire(); n != 1 {
 		t.Fatal("too late")
 	}
 
-	// What no engine can have had is refused, and leaves nothing behind.
-	for name, change := range map[string]func(h *Holding){
-		"another space":    func(h *Holding) { h.Space[3]++ },
-		"no slots":         func(h *Holding) { h.Loads[0].Slots = nil },
-		"no digests":       func(h *Holding) { h.Lookups[0].Ends = nil },
-		"no pages":         func(h *Holding) { h.Lookups[0].Pages = 0 },
-		"a negative page":  func(h *Holding) { h.Loads[0].First = -4 },
-		"no handle":        func(h *Holding) { h.Loads[0].Load = 0 },
-		"a handle to come": func(h *Holding) { h.Loads[0].Load += uint64(out.Uses) << 32 },
-		"the same handle":  func(h *Holding) { h.Loads = append(h.Loads, h.Loads[0]) },
-		"the same lookup":  func(h *Holding) { h.Lookups = append(h.Lookups, h.Lookups[0]) },
-		"no such region":   func(h *Holding) { h.Loads[0].Slots[1].Region++ },
-		"between slots":    func(h *Holding) { h.Loads[0].Slots[1].Offset++ },
-		"far away":         func(h *Holding) { h.Loads[0].Slots[1].Offset = 1<<64 - 1 },
+	// What no engine can have had is refused.
+	for name, change := range map[string]func(h *Handover, lookup, load *Held){
+		"another owner":   func(_ *Handover, l, _ *Held) { l.Owner++ },
+		"another space":   func(h *Handover, _, _ *Held) { h.Held[2].Space++ },
+		"no slots":        func(_ *Handover, _, l *Held) { l.Places = nil },
+		"no digests":      func(_ *Handover, l, _ *Held) { l.Ends = nil },
+		"no pages":        func(_ *Handover, l, _ *Held) { l.Pages = 0 },
+		"a negative page": func(_ *Handover, _, l *Held) { l.First = -4 },
+		"many pages":      func(_ *Handover, _, l *Held) { l.Pages = 1 << 62 },
+		"no handle":       func(_ *Handover, _, l *Held) { l.Handle = 0 },
+		"a handle to come": func(h *Handover, _, l *Held) {
+			l.Handle += uint64(h.Generation) << 32
+		},
+		"the same handle": func(h *Handover, _, l *Held) { h.Held = append(h.Held, *l) },
+		"the same lookup": func(h *Handover, l, _ *Held) { h.Held = append(h.Held, *l) },
+		"no such kind":    func(_ *Handover, l, _ *Held) { l.Kind = 0 },
+		"a store's ends":  func(_ *Handover, l, _ *Held) { l.Kind = HeldStore },
+		"no such region":  func(_ *Handover, _, l *Held) { l.Places[1].Region++ },
+		"between slots":   func(_ *Handover, _, l *Held) { l.Places[1].Offset++ },
+		"far away":        func(_ *Handover, _, l *Held) { l.Places[1].Offset = 1<<64 - 1 },
 	} {
 		b := start(-1)
-		b.ok(b.e.BeginImport(&out))
 		b.ok(b.e.AddOwner(me, b.sp))
-		bad := *mine
-		bad.Loads, bad.Lookups = slices.Clone(mine.Loads), slices.Clone(mine.Lookups)
-		bad.Loads[0].Slots = slices.Clone(mine.Loads[0].Slots)
-		change(&bad)
-		if err := b.e.Import(me, &bad); err == nil {
-			t.Errorf("%s: no error", name)
+		bad := Handover{Generation: out.Generation}
+		var lookup, load *Held
+		for _, kind := range []HeldKind{HeldLookup, HeldLoad, HeldPin} {
+			x := *of[kind]
+			x.Places = slices.Clone(x.Places)
+			bad.Held = append(bad.Held, x)
 		}
+		lookup, load = &bad.Held[0], &bad.Held[1]
+		change(&bad, lookup, load)
+		b.is(b.e.Import(&bad), tiers.ErrInvalid)
 		b.ok(b.e.Check())
 		b.e.RemoveOwner(me)
-		b.ok(b.e.Unpin(pin))
+		if b.e.Pinned(pin) {
+			b.ok(b.e.Unpin(pin))
+		}
 		if st := b.e.Stats(); st.Leases != 0 || st.LeasedSlots != 0 {
 			t.Errorf("%s: %+v", name, st)
 		}

@@ -27,7 +27,7 @@ type mirror struct {
 	carving uint32 // the drained region of which pieces may come
 
 	published, refused, restarted uint64
-	taken, cut, blocked           uint64 // see takeOver
+	taken, cut, blocked, written  uint64 // see takeOver
 }
 
 type mirrorPiece struct {

@@ -159,8 +159,8 @@ type leaseBook struct {
 	all   []*lease
 	spare []uint32 // indices of those that have ended
 
-	// by handle: those that had it in another engine, which had no handle of more uses; see
-	// BeginImport
+	// by handle: those that had it in another engine, which had no handle of a higher generation;
+	// see Import
 	imported map[uint64]*lease
 	skipped  uint32
 	pins     int // leases on slots
@@ -241,23 +241,21 @@ func (b *leaseBook) mayImport(handle uint64) error {
 	return nil
 }
 
-// addAs is add for a lease that had a handle in another engine, and keeps it.
-func (b *leaseBook) addAs(kind leaseKind, ow *owner, slots []uint32, handle uint64) *lease {
-	x := b.add(kind, ow, slots)
+// name gives a lease the handle that it had in another engine.
+func (b *leaseBook) name(x *lease, handle uint64) {
 	if b.imported == nil {
 		b.imported = map[uint64]*lease{}
 	}
 	x.was = handle
 	b.imported[handle] = x
-	return x
 }
 
-// skip has all handles from now on name more uses than given.
-func (b *leaseBook) skip(uses uint32) {
-	b.skipped = max(b.skipped, uses)
+// skip has all handles from now on have a higher generation than given.
+func (b *leaseBook) skip(gen uint32) {
+	b.skipped = max(b.skipped, gen)
 	for _, x := range b.all {
 		if x.kind == noLease {
-			x.gen = max(x.gen, uses)
+			x.gen = max(x.gen, gen)
 		}
 	}
 }

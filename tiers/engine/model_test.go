@@ -113,6 +113,7 @@ type modelSession struct {
 	lookups map[uint64]*modelLookup
 	loads   map[uint64]*modelLoad
 	stores  map[uint64]*modelStore
+	writes  []Grant // see writeLate
 }
 
 type world struct {
@@ -950,7 +951,7 @@ func TestRandomHistories(t *testing.T) {
 	hits, exacts, cascades, dropped, unplugged, verified, corrupt, compared := 0, 0, 0, 0, 0, 0, 0,
 		0
 	var synced, gaps, borrowed, mixed, copied, kept, refused, restarted uint64
-	var taken, cut, blocked uint64
+	var taken, cut, blocked, written uint64
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -965,7 +966,8 @@ func TestRandomHistories(t *testing.T) {
 		compared += w.compared
 		kept, refused, restarted = kept+w.mirror.published, refused+w.mirror.refused,
 			restarted+w.mirror.restarted
-		taken, cut, blocked = taken+w.mirror.taken, cut+w.mirror.cut, blocked+w.mirror.blocked
+		taken, cut = taken+w.mirror.taken, cut+w.mirror.cut
+		blocked, written = blocked+w.mirror.blocked, written+w.mirror.written
 		synced += uint64(w.followers.synced)
 		gaps += w.followers.gaps
 		borrowed, mixed, copied = borrowed+w.peers.borrowed, mixed+w.peers.mixed,
@@ -1002,8 +1004,9 @@ func TestRandomHistories(t *testing.T) {
 		"kept chunks": kept, "chunks gone before they were kept": refused,
 		"chunks restored after a restart": restarted, "leases taken over": taken,
 		"lookups cut at a takeover": cut, "dropped chunks read during a takeover": blocked,
-		"followers overrun": gaps,
-		"loans":             borrowed, "loads from the arena and from peers": mixed,
+		"grants written to after a takeover": written,
+		"followers overrun":                  gaps,
+		"loans":                              borrowed, "loads from the arena and from peers": mixed,
 		"loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad, "copies": copied,
 		"failed copies": total.CopiesFailed} {
 		if n == 0 && *seedsFlag >= 100 {
