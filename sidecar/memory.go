@@ -114,10 +114,11 @@ func goMemory() int64 {
 	return int64(s[0].Value.Uint64() - s[1].Value.Uint64())
 }
 
-// checkMemory refuses an arena that would not leave the sidecar its own memory.
-func checkMemory(c *settings.Config, kind dax.Kind) error {
+// checkMemory refuses an arena that takes so many bytes more if that would not leave the sidecar
+// its own memory.
+func checkMemory(c *settings.Config, kind dax.Kind, bytes int64) error {
 	own := ownMemory(c)
-	err := dax.CheckBudget(c.Arena.Limit, kind, own)
+	err := dax.CheckBudget(bytes, kind, own)
 	if err == nil {
 		return nil
 	}

@@ -19,7 +19,7 @@ import (
 // ourNames are all files and directories that a sidecar makes, in its endpoint (run), in an arena
 // of files, on a disk and in a bucket.
 var ourNames = regexp.MustCompile(
-	`^(run(/peer-[0-9a-f]{16}\.sock)?(/rank-0(/(lock|[a-z-]+\.sock|reply-[0-9a-f]+(-[0-9]+)?\.sock|admin\.addr))?)?` +
+	`^(run(/peer-[0-9a-f]{16}\.sock)?(/rank-0(/(lock|directory|[a-z-]+\.sock|reply-[0-9a-f]+(-[0-9]+)?\.sock|admin\.addr))?)?` +
 		`|arena(/lookaside-region-[0-9]{4})?|disk(/(lock|slab-[0-9]{3}))?|s3(/kv-cache(/here(/[0-9a-f]{64}(/[0-9a-f]{64}(/[0-9a-f]{64}-[0-9]+)?)?)?)?)?)$`)
 
 // Fault 44: whatever clients call themselves, their model or their pages, no file or object has a

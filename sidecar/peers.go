@@ -321,20 +321,23 @@ func (a *announcer) AddRegion(id uint32, r *dax.Region) error {
 	if err := a.Server.AddRegion(id, r, mapPatience); err != nil {
 		return err
 	}
-	a.lend(connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
+	a.LendRegion(connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
 		PageSize: r.PageSize()})
 	return nil
 }
 
-// AnnounceRegion has workers map a region before anything in it is granted, and lends it. It waits
-// for the workers, but not longer than slabPatience.
-func (a *announcer) AnnounceRegion(r connector.Region) {
+// AnnounceRegion has workers map a region before anything in it is granted. It waits for the
+// workers, but not longer than slabPatience.
+func (a *announcer) AnnounceRegion(r connector.Region, lend bool) {
 	a.Server.AnnounceRegion(r)
-	a.lend(r)
+	if lend {
+		a.LendRegion(r)
+	}
 	a.AwaitRegion(r.ID, slabPatience)
 }
 
-func (a *announcer) lend(r connector.Region) {
+// LendRegion lends what is in a region to other sidecars.
+func (a *announcer) LendRegion(r connector.Region) {
 	if a.peers == nil {
 		return
 	}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime/debug"
 	"sync"
 	"time"
@@ -30,6 +31,9 @@ import (
 // only a few MiB, because index, slots and arena are outside it. Go's default would collect all the
 // time, which slows the slowest lookups.
 const gcPercent = 800
+
+// directoryName is the file in runtime.dir by which the next sidecar finds what is in the arena.
+const directoryName = "directory"
 
 // A Daemon is one running sidecar. Its methods may be called from any goroutine.
 type Daemon struct {
@@ -69,6 +73,8 @@ type Daemon struct {
 type Origin struct {
 	// Manager is told when the sidecar serves and when it ends.
 	Manager systemd.Manager
+	// Inherited are descriptors of memory that the manager has kept. Start owns them.
+	Inherited []int
 	// Serving is called once clients can connect, before the arena's memory is there. May be nil.
 	Serving func()
 }
@@ -82,7 +88,7 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 		debug.SetGCPercent(gcPercent)
 	}
 	background, stop := context.WithCancel(context.Background())
-	d := &Daemon{cfg: cfg, log: log, generation: connector.RandomID(), start: time.Now(),
+	d := &Daemon{cfg: cfg, log: log, start: time.Now(),
 		done: make(chan error, 1), restored: make(chan struct{}), background: background,
 		stop: stop, origin: origin}
 	defer func() {
@@ -104,7 +110,7 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers")}
 	if d.onDAX != nil {
 		// What is on the devices may be granted at once, so it is announced before clients come.
-		if err = d.arena.Start(announce); err != nil {
+		if err = d.arena.Start(ctx, announce); err != nil {
 			return nil, err
 		}
 	}
@@ -114,9 +120,10 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 	d.serve()
 	if d.onDAX == nil {
 		// Memory takes long to make. Clients that connect meanwhile find and store nothing.
-		if err = d.arena.Start(announce); err != nil {
+		if err = d.arena.Start(ctx, announce); err != nil {
 			return nil, err
 		}
+		d.server.RegionsReady()
 	}
 	close(d.restored)
 	if err = ctx.Err(); err != nil {
@@ -163,14 +170,19 @@ func (d *Daemon) openMemory() (err error) {
 		OtherFDs: eventFDs, Log: d.log.Named("ipc")}); err != nil {
 		return err
 	}
-	if d.control, err = dax.NewControl(d.generation); err != nil {
-		return fmt.Errorf("control region: %w", err)
-	}
-	if d.arena, err = arena.New(arena.Options{ArenaConfig: cfg.Arena, Control: d.control,
-		CheckMemory:  func(kind dax.Kind) error { return checkMemory(cfg, kind) },
+	if d.arena, err = arena.New(arena.Options{ArenaConfig: cfg.Arena,
+		Directory: filepath.Join(d.listener.Dir(), directoryName), Claims: d.listener,
+		CheckMemory: func(kind dax.Kind, bytes int64) error {
+			return checkMemory(cfg, kind, bytes)
+		},
 		ReserveBytes: func() int64 { return reserve(cfg) }, Log: d.log.Named("arena"),
+		Inherited: d.origin.Inherited, Hold: d.origin.Manager,
 	}); err != nil {
 		return err
+	}
+	d.generation = d.arena.Generation()
+	if d.control, err = dax.NewControl(d.generation); err != nil {
+		return fmt.Errorf("control region: %w", err)
 	}
 	d.shares, err = shareMemory(cfg, d.arena.MemoryBytes(), d.log)
 	return err
@@ -187,7 +199,7 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 	if d.peers != nil {
 		borrowers, foreign = maxBorrowers*cfg.Spaces.Limit, borrowedSlots
 	}
-	d.engine, err = d.arena.Begin(engine.Config{
+	d.engine, err = d.arena.Begin(d.control, engine.Config{
 		Seed:          connector.RandomID(),
 		LeaseDeadline: cfg.Lookup.Lease,
 		MaxSpaces:     cfg.Spaces.Limit,
@@ -201,8 +213,6 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 		PartialDelay: cfg.Cascade.PartialDelay,
 		Wake:         bell.Ring,
 		JournalBytes: cfg.Events.Journal,
-		// an arena on DAX has checksums of its own
-		Sums:         cfg.Arena.CheckRate > 0 && cfg.Arena.Kind != settings.KindDAX,
 		ForeignSlots: foreign,
 		CopyAfter:    cfg.Peers.CopyAfter,
 	})
@@ -228,6 +238,8 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 		Observe:        metrics.ObserveTier,
 		Tiers:          d.tiers,
 		Linger:         cfg.Peers.Linger,
+		Verify:         d.arena.Verify,
+		Recheck:        d.arena.Recheck,
 		PatrolBytes:    cfg.Arena.CheckRate,
 		PatrolEvery:    cfg.Arena.CheckEvery,
 		Restored:       d.awaitRestored,
@@ -244,11 +256,12 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 		LMCacheEngine: cfg.LMCache.EngineID,
 		ExtraFields:   lossyFields(cfg.Tiers),
 		ObserveLookup: metrics.ObserveLookup,
+		OnHeld:        d.arena.Offer,
+		Preparing:     d.onDAX == nil,
 	}
 	if d.onDAX != nil {
 		pool := d.onDAX.Pool()
-		sc.Verify, sc.Recheck, sc.Forget, cc.MakeRoom = pool.Verify, pool.Recheck, pool.Forget,
-			pool.MakeRoom
+		sc.Forget, cc.MakeRoom = pool.Forget, pool.MakeRoom
 	}
 	if d.peers != nil {
 		sc.Peers, cc.OnSpace, cc.UnsharedPeers = d.peers, d.peers.declare, d.peers.accidents

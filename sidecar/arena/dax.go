@@ -27,9 +27,11 @@ import (
 // carved or a device is added, and goes when a slab is carved again or a device is removed.
 type DAX struct {
 	Options
-	pool   *daxtier.Arena // set by Begin
-	found  int            // chunks found by Begin
-	drains drainer
+	generation uint64
+	control    *dax.Control   // set by Begin
+	pool       *daxtier.Arena // likewise
+	found      int            // chunks found by Begin
+	drains     drainer
 
 	mu sync.Mutex
 	// each with an FD of its own, for workers that connect while the device is being removed
@@ -41,14 +43,31 @@ type DAX struct {
 }
 
 func newDAX(o Options) *DAX {
-	return &DAX{Options: o, regions: map[uint32]daxtier.Region{}, changing: map[string]int{}}
+	return &DAX{Options: o, generation: connector.RandomID() >> 2,
+		regions: map[uint32]daxtier.Region{}, changing: map[string]int{}}
 }
 
 var _ Arena = (*DAX)(nil)
 
+// Generation implements Arena.
+func (a *DAX) Generation() uint64 { return a.generation }
+
+// Offer implements Arena. What was on devices is found there.
+func (a *DAX) Offer(fds []int) { closeAll(fds) }
+
+// Handover implements Arena.
+func (a *DAX) Handover() ([]int, error) { return nil, errDAXHandover }
+
+// Verify implements Arena.
+func (a *DAX) Verify(ctx context.Context, list []engine.Verification) { a.pool.Verify(ctx, list) }
+
+// Recheck implements Arena.
+func (a *DAX) Recheck(v *engine.Verification) (known bool, err error) { return a.pool.Recheck(v) }
+
 // Begin implements Arena. It opens the devices and finds what is on them.
-func (a *DAX) Begin(books engine.Config) (*engine.Engine, error) {
+func (a *DAX) Begin(control *dax.Control, books engine.Config) (*engine.Engine, error) {
 	start := time.Now()
+	a.control = control
 	c := &a.Options.DAX
 	o := daxtier.ArenaOptions{
 		Options: daxtier.Options{
@@ -109,9 +128,9 @@ func (a *DAX) added(r daxtier.Region) error {
 	workers, n := a.workers, len(a.regions)
 	a.mu.Unlock()
 	if workers != nil {
-		workers.AnnounceRegion(announced(&r))
+		workers.AnnounceRegion(announced(&r), true)
 	}
-	a.Control.SetRegions(uint64(n))
+	a.control.SetRegions(uint64(n))
 	return nil
 }
 
@@ -128,7 +147,7 @@ func (a *DAX) removed(id uint32) {
 	if !ok {
 		return
 	}
-	a.Control.SetRegions(uint64(n))
+	a.control.SetRegions(uint64(n))
 	retract := func() {
 		if workers != nil {
 			workers.RetractRegion(id)
@@ -157,7 +176,7 @@ func (a *DAX) change(path string) (done func()) {
 }
 
 // Start implements Arena.
-func (a *DAX) Start(workers Workers) error {
+func (a *DAX) Start(_ context.Context, workers Workers) error {
 	a.mu.Lock()
 	a.workers = workers
 	known := make([]daxtier.Region, 0, len(a.regions))
@@ -166,7 +185,7 @@ func (a *DAX) Start(workers Workers) error {
 	}
 	a.mu.Unlock()
 	for i := range known {
-		workers.AnnounceRegion(announced(&known[i]))
+		workers.AnnounceRegion(announced(&known[i]), true)
 	}
 	a.publish()
 	return nil
@@ -192,7 +211,7 @@ func (a *DAX) Run(ctx context.Context, workers Workers) {
 
 // publish shows clients how full the arena is.
 func (a *DAX) publish() {
-	a.Control.SetUsage(uint64(a.pool.Status().TotalCapacityBytes),
+	a.control.SetUsage(uint64(a.pool.Status().TotalCapacityBytes),
 		uint64(a.pool.Engine().Stats().UsedBytes))
 }
 
@@ -210,7 +229,7 @@ func (a *DAX) Flush(ctx context.Context) error { return a.pool.Flush(ctx) }
 func (a *DAX) Status(stats *engine.Stats) Status {
 	p := a.pool.Status()
 	st := Status{
-		Kind: settings.KindDAX, Reason: "it was asked for", LimitBytes: p.TotalCapacityBytes,
+		State: Ready, Kind: settings.KindDAX, Reason: "it was asked for", LimitBytes: p.TotalCapacityBytes,
 		CapacityBytes: p.TotalCapacityBytes, UsedBytes: stats.UsedBytes,
 		DAX: &DAXStatus{HotPlug: a.Options.DAX.HotPlug, Devices: p, Stats: a.pool.Stats(),
 			Found: a.found},

@@ -1,17 +1,22 @@
 package arena
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
 	"go.uber.org/zap"
 
+	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/internal/bytesize"
+	"lookaside/tiers/directory"
 	"lookaside/tiers/engine"
 )
 
@@ -27,70 +32,242 @@ const (
 )
 
 // memory is an arena of host memory. It owns its regions, adds one at a time, and removes none
-// before the end.
+// before the end. Their ids rise, also over restarts.
 type memory struct {
 	Options
-	engine *engine.Engine // set by Begin
-	kind   dax.Kind       // of the first region; auto chooses again for each
-	reason string
-	node   int
-	limit  int64 // cfg.Limit, rounded up to whole pages
+	dir      *directory.Directory
+	expected []directory.Region // of the process before; until Start
+	engine   *engine.Engine     // set by Begin
+	control  *dax.Control       // likewise
+	node     int
+	limit    int64 // cfg.Limit, rounded up to whole pages
+
+	inherited int  // regions that came with Options.Inherited
+	useless   bool // other descriptors came with it
 
 	mu       sync.Mutex
-	regions  []*dax.Region
+	offers   offers
+	kind     dax.Kind // of the first region; auto chooses again for each
+	reason   string
+	state    State
+	found    Found
+	drained  []uint32 // regions that were found and must not be written to yet
+	regions  map[uint32]*dax.Region
 	capacity int64
 	failures uint64 // times that the host refused a region
+	waited   bool   // some of what was found could not be written to at once
+	pids     []int  // see Reuse
+	pidsAt   time.Time
 }
 
-func newMemory(o Options) (*memory, error) {
-	kind, reason, err := dax.Choose(o.Kind, o.Limit)
-	if err != nil {
-		return nil, fmt.Errorf("arena.kind: %w", err)
-	}
-	if err := o.CheckMemory(kind); err != nil {
-		return nil, err
-	}
-	node, nodeReason, err := dax.NUMANode(o.NUMA)
-	if err != nil {
+func newMemory(o Options) (_ *memory, err error) {
+	a := &memory{Options: o, state: Preparing, regions: map[uint32]*dax.Region{},
+		offers: offers{came: make(chan struct{}, 1)}}
+	defer func() {
+		if err != nil {
+			if a.dir != nil {
+				err = errors.Join(err, a.dir.Close())
+			}
+			closeAll(a.Inherited)
+		}
+	}()
+	var nodeReason string
+	if a.node, nodeReason, err = dax.NUMANode(o.NUMA); err != nil {
 		return nil, fmt.Errorf("arena.numa: %w", err)
 	}
-	a := &memory{Options: o, kind: kind, reason: reason, node: node}
-	page := int64(4096)
-	if kind == dax.KindHugetlb || kind == dax.KindTHP {
-		page = dax.HugePageSize
+	dev, inode := o.Claims.LockID()
+	if a.dir, err = directory.Open(directory.Options{Path: o.Directory, LockDev: dev,
+		LockInode: inode, Takeover: o.Trusted, Log: o.Log}); err != nil {
+		return nil, err
 	}
-	a.limit = (o.Limit + page - 1) / page * page
-	o.Log.Info("memory chosen", zap.String("kind", string(kind)), zap.String("because", reason),
-		zap.String("limit", bytesize.Format(o.Limit)),
-		zap.String("initial", bytesize.Format(o.Initial)), zap.Int("numa_node", node),
+	a.found.Why = a.dir.Why()
+	if a.expected, err = a.wanted(a.dir.Regions()); err != nil {
+		return nil, err
+	}
+	size := int64(0) // that is there already
+	for _, r := range a.expected {
+		size += r.SizeBytes
+	}
+	if len(a.expected) > 0 {
+		a.kind, a.reason, a.state = dax.Kind(a.expected[0].Kind), "it was found so", Waiting
+	} else if a.kind, a.reason, err = dax.Choose(o.Kind, o.Limit); err != nil {
+		return nil, fmt.Errorf("arena.kind: %w", err)
+	}
+	a.limit = roundTo(o.Limit, a.kind.PageSize())
+	if err := o.CheckMemory(a.kind, max(a.limit-size, 0)); err != nil {
+		return nil, err
+	}
+	o.Log.Info("memory chosen", zap.String("kind", string(a.kind)),
+		zap.String("because", a.reason), zap.String("limit", bytesize.Format(o.Limit)),
+		zap.String("initial", bytesize.Format(o.Initial)), zap.Int("numa_node", a.node),
 		zap.String("numa", nodeReason))
 	return a, nil
 }
 
+func roundTo(n, unit int64) int64 { return (n + unit - 1) / unit * unit }
+
+// Generation implements Arena.
+func (a *memory) Generation() uint64 { return a.dir.Generation() }
+
 // Begin implements Arena.
-func (a *memory) Begin(books engine.Config) (_ *engine.Engine, err error) {
-	books.ArenaLimitBytes, books.Regions = a.limit, int(a.ArenaConfig.Regions())
-	a.engine, err = engine.New(books)
-	return a.engine, err
+func (a *memory) Begin(control *dax.Control, books engine.Config) (_ *engine.Engine, err error) {
+	books.ArenaLimitBytes, books.Regions = a.limit, len(a.expected)+int(a.ArenaConfig.Regions())
+	a.dir.Hooks(&books)
+	a.control = control
+	if a.engine, err = engine.New(books); err != nil {
+		return nil, err
+	}
+	a.dir.Attach(a.engine, a.Bytes)
+	return a.engine, nil
 }
 
+// LimitBytes implements Arena.
 func (a *memory) LimitBytes() int64 { return a.limit }
 
+// MemoryBytes implements Arena. What is found is there already.
 func (a *memory) MemoryBytes() int64 {
 	if a.kind == dax.KindHugetlb || a.kind == dax.KindFile {
 		return 0 // huge pages are counted separately, pages of files can be written back
 	}
-	return a.limit
+	n := a.limit
+	for _, r := range a.expected {
+		n -= r.SizeBytes
+	}
+	return max(n, 0)
 }
 
-func (a *memory) Flush(context.Context) error { return nil }
+// Flush implements Arena.
+func (a *memory) Flush(ctx context.Context) error { return a.dir.Flush(ctx) }
+
+// Verify implements Arena.
+func (a *memory) Verify(ctx context.Context, list []engine.Verification) { a.dir.Verify(ctx, list) }
+
+// Recheck implements Arena.
+func (a *memory) Recheck(v *engine.Verification) (known bool, err error) { return a.dir.Recheck(v) }
 
 // Start implements Arena.
-func (a *memory) Start(workers Workers) error {
-	if err := a.grow(workers, a.Initial); err != nil {
-		return fmt.Errorf("arena.initial: %w", err)
+func (a *memory) Start(ctx context.Context, workers Workers) error {
+	start, expected := time.Now(), len(a.expected)
+	found, err := a.find(ctx)
+	if err != nil {
+		return err
 	}
+	a.removeStale(found)
+	if expected > 0 && len(found) == 0 {
+		if kind, reason, err := dax.Choose(a.Kind, a.Initial); err == nil {
+			a.mu.Lock()
+			a.kind, a.reason = kind, reason
+			a.mu.Unlock()
+		}
+	}
+	if len(found) > 0 {
+		a.setState(Restoring)
+		if err := a.restore(found, workers); err != nil {
+			return err
+		}
+	}
+	a.holdFound(found)
+	a.mu.Lock()
+	f := a.found
+	a.mu.Unlock()
+	if f.Regions > 0 {
+		a.Log.Info("found what the process before had left", zap.Int("chunks", f.Chunks),
+			zap.Int("regions", f.Regions), zap.String("of", bytesize.Format(f.Bytes)),
+			zap.String("missing", f.Why),
+			zap.Duration("in", time.Since(start).Round(time.Microsecond)))
+		// With Trusted, Run ends the draining: leases of the process before are still to come.
+		if !a.Trusted && !a.undrain(workers) {
+			a.mu.Lock()
+			a.waited = true
+			a.mu.Unlock()
+			a.Log.Info("nothing that was found is written over until the workers of the process before have ended or connected",
+				zap.Ints("pids", a.waitedFor()))
+		}
+		a.setState(Ready)
+		return nil
+	}
+	a.Log.Info("the arena starts empty", zap.String("because", f.Why))
+	a.setState(Preparing)
+	if err := a.grow(workers, a.Initial); err != nil {
+		if expected == 0 || !errors.Is(err, dax.ErrNoMemory) {
+			return fmt.Errorf("arena.initial: %w", err)
+		}
+		// Workers may still hold the memory of before. They free it when they connect.
+		a.Log.Warn("there is no memory yet; tries again", zap.Error(err))
+		return nil
+	}
+	a.setState(Ready)
 	return nil
+}
+
+// restore makes the memory that was found the arena's, with what is in it. The arena owns the
+// regions from then on.
+func (a *memory) restore(found map[uint32]*dax.Region, workers Workers) error {
+	ids := slices.Sorted(maps.Keys(found))
+	a.mu.Lock()
+	maps.Copy(a.regions, found)
+	for id, r := range found {
+		a.capacity += r.Size()
+		a.drained = append(a.drained, id)
+	}
+	a.found.Regions, a.found.Bytes = len(found), a.capacity
+	a.mu.Unlock()
+	for _, id := range ids {
+		// Nothing is lent before nobody reads what the process before had lent: see undrain.
+		workers.AnnounceRegion(announcedMemory(id, found[id]), false)
+		if err := a.engine.AddDrainedRegion(id, found[id].Size()); err != nil {
+			return err
+		}
+	}
+	a.control.SetRegions(uint64(len(ids)))
+	got, err := a.dir.Restore()
+	if err != nil {
+		return err
+	}
+	if got.Damaged+got.Spaceless > 0 {
+		a.Log.Info("some of what was left is not found", zap.Int("unfinished", got.Damaged),
+			zap.Int("spaceless", got.Spaceless))
+	}
+	a.mu.Lock()
+	a.found.Chunks = got.Chunks
+	a.mu.Unlock()
+	return nil
+}
+
+func announcedMemory(id uint32, r *dax.Region) connector.Region {
+	return connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
+		PageSize: r.PageSize()}
+}
+
+// holdFound has the service manager keep the regions that were found, and nothing else.
+func (a *memory) holdFound(found map[uint32]*dax.Region) {
+	if a.Hold == nil || a.inherited > 0 && a.inherited == len(found) && !a.useless {
+		return // it keeps exactly these
+	}
+	err := a.Hold.Clear()
+	for _, r := range found {
+		err = errors.Join(err, a.Hold.Store(r.LockFD()))
+	}
+	if err != nil {
+		a.Log.Warn("the service manager does not keep the arena while no sidecar runs",
+			zap.Error(err))
+	}
+}
+
+func (a *memory) setState(s State) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.state = s
+}
+
+// setWhy adds a reason for which not all is found.
+func (a *memory) setWhy(why string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.found.Why != "" {
+		why = a.found.Why + "; " + why
+	}
+	a.found.Why = why
 }
 
 // errArenaFull means that arena.limit is reached.
@@ -99,15 +276,15 @@ var errArenaFull = errors.New("arena.limit is reached")
 // grow adds one region of size bytes, or of what is left below the limit.
 func (a *memory) grow(workers Workers, size int64) error {
 	a.mu.Lock()
-	id := uint32(len(a.regions))
+	id, first := a.dir.Next(), len(a.regions) == 0
 	size = min(size, a.limit-a.capacity)
+	kind := a.kind
 	a.mu.Unlock()
 	if size <= 0 {
 		return errArenaFull
 	}
 	start := time.Now()
-	kind := a.kind
-	if a.Kind == dax.KindAuto && id > 0 {
+	if a.Kind == dax.KindAuto && !first {
 		// The best kind at the start may be used up by now.
 		var err error
 		if kind, _, err = dax.Choose(dax.KindAuto, size); err != nil {
@@ -119,7 +296,7 @@ func (a *memory) grow(workers Workers, size int64) error {
 	}
 	o := dax.Options{Kind: kind, SizeBytes: size, NUMANode: a.node, Populate: true}
 	if kind == dax.KindFile {
-		o.Path = filepath.Join(a.Path, fmt.Sprintf("lookaside-region-%04d", id))
+		o.Path = filepath.Join(a.Path, regionFile(id))
 	}
 	r, err := dax.Create(o)
 	if err != nil {
@@ -128,16 +305,17 @@ func (a *memory) grow(workers Workers, size int64) error {
 	// Only one goroutine grows the arena, so id is still right. The region stays open until the end
 	// from here on, even if the engine refuses it: workers may have its fd already.
 	a.mu.Lock()
-	a.regions = append(a.regions, r)
+	a.regions[id] = r
 	a.mu.Unlock()
+	a.enter(id, r)
 	if err := workers.AddRegion(id, r); err != nil {
 		return err
 	}
 	a.mu.Lock()
 	a.capacity += r.Size()
-	capacity := a.capacity
+	capacity, n := a.capacity, len(a.regions)
 	a.mu.Unlock()
-	a.Control.SetRegions(uint64(id) + 1)
+	a.control.SetRegions(uint64(n))
 	a.Log.Info("grew", zap.Uint32("region", id), zap.String("by", bytesize.Format(r.Size())),
 		zap.String("to", bytesize.Format(capacity)),
 		zap.String("kind", string(r.Kind())),
@@ -145,16 +323,38 @@ func (a *memory) grow(workers Workers, size int64) error {
 	return nil
 }
 
+// enter has the next process find a new region.
+func (a *memory) enter(id uint32, r *dax.Region) {
+	dev, inode, size, seals, err := dax.Identity(r.FD())
+	if err == nil {
+		err = a.dir.AddRegion(directory.Region{ID: id, Kind: string(r.Kind()), Dev: dev,
+			Inode: inode, SizeBytes: size, PageSize: r.PageSize(), Seals: seals})
+	}
+	if err != nil {
+		a.Log.Warn("what is in a region is not found after a restart", zap.Uint32("region", id),
+			zap.Error(err))
+		return
+	}
+	if a.Hold == nil {
+		return
+	}
+	if err := a.Hold.Store(r.LockFD()); err != nil {
+		a.Log.Warn("the service manager does not keep a region while no sidecar runs",
+			zap.Uint32("region", id), zap.Error(err))
+	}
+}
+
 // Run grows the arena when it is short of room, and publishes its usage, until ctx is done. The
 // arena is short of room in three cases: its fill passes growAt; a geometry without a region
 // waits for one; or chunks were evicted or refused for lack of room below arena.limit, as when one
-// geometry is full and another is not.
+// geometry is full and another is not, or as long as what was found is not written to. Run also
+// ends that.
 func (a *memory) Run(ctx context.Context, workers Workers) {
 	tick := time.NewTicker(usageEvery)
 	defer tick.Stop()
 	var retry time.Time
 	var lost uint64
-	backOff := growthBackOff
+	backOff, waits := growthBackOff, true
 	for {
 		select {
 		case <-ctx.Done():
@@ -162,11 +362,15 @@ func (a *memory) Run(ctx context.Context, workers Workers) {
 		case <-tick.C:
 		case <-workers.Wanted():
 		}
+		if waits && a.undrain(workers) {
+			waits = false
+			a.noteReuse()
+		}
 		st := a.engine.Stats()
 		a.mu.Lock()
 		capacity := a.capacity
 		a.mu.Unlock()
-		a.Control.SetUsage(uint64(capacity), uint64(st.UsedBytes))
+		a.control.SetUsage(uint64(capacity), uint64(st.UsedBytes))
 		full := float64(st.UsedBytes) >= growAt*float64(capacity) || st.WantRegion ||
 			st.Evictions+st.ShedPages > lost
 		lost = st.Evictions + st.ShedPages
@@ -184,41 +388,103 @@ func (a *memory) Run(ctx context.Context, workers Workers) {
 			continue
 		}
 		backOff = growthBackOff
+		a.setState(Ready)
 	}
 }
 
-// Bytes implements Arena.
-func (a *memory) Bytes(region uint32) []byte {
+// noteReuse logs that what was found is used as any memory.
+func (a *memory) noteReuse() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	return a.regions[region].Bytes()
+	if a.waited {
+		a.Log.Info("what was found is written over from now on: no worker of the process before is left")
+	}
 }
 
+// waitedFor returns the processes that may still copy to or from what was found.
+func (a *memory) waitedFor() []int {
+	a.mu.Lock()
+	pids, waiting := a.pids, len(a.drained) > 0
+	old := time.Since(a.pidsAt) >= pidsEvery
+	a.mu.Unlock()
+	if !waiting {
+		return nil
+	}
+	if old {
+		pids = a.Claims.Claimants(a.Generation())
+		a.mu.Lock()
+		a.pids, a.pidsAt = pids, time.Now()
+		a.mu.Unlock()
+	}
+	return pids
+}
+
+// region returns a region that is there.
+func (a *memory) region(id uint32) *dax.Region {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.regions[id]
+}
+
+// Bytes implements Arena.
+func (a *memory) Bytes(region uint32) []byte { return a.region(region).Bytes() }
+
+// Status implements Arena.
 func (a *memory) Status(stats *engine.Stats) Status {
+	pids, kept := a.waitedFor(), a.dir.Stats().Kept
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	st := Status{
+		State: a.state, Found: a.found, Reuse: Reuse{Waiting: len(a.drained) > 0, PIDs: pids},
+		Kept: kept, Waiting: max(stats.ReadySlots-kept, 0),
 		Kind: a.kind, Reason: a.reason, LimitBytes: a.limit, CapacityBytes: a.capacity,
 		UsedBytes: stats.UsedBytes, GrowthFailures: a.failures,
 		Regions: []Region{},
 	}
-	for i, r := range a.regions {
-		st.Regions = append(st.Regions, Region{ID: uint32(i), Kind: r.Kind(),
-			SizeBytes: r.Size(), PageSize: r.PageSize()})
+	for id, r := range a.regions {
+		st.Regions = append(st.Regions, Region{ID: id, Kind: r.Kind(), SizeBytes: r.Size(),
+			PageSize: r.PageSize()})
 	}
+	slices.SortFunc(st.Regions, func(x, y Region) int { return cmp.Compare(x.ID, y.ID) })
 	return st
 }
 
-// Close implements Arena.
+// Handover implements Arena.
+func (a *memory) Handover() ([]int, error) {
+	if !a.dir.Lasting() {
+		return nil, errors.New("the arena cannot be handed over: there is no directory of it in runtime.dir, as the log says")
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var fds []int
+	for _, r := range a.regions {
+		fds = append(fds, r.LockFD())
+	}
+	return fds, nil
+}
+
+// Close implements Arena. The directory stays, with the regions that other processes hold.
 func (a *memory) Close() error {
 	if a.engine != nil {
 		a.engine.Close()
 	}
+	closeAll(a.taken(true))
+	closeAll(a.Inherited)
+	a.Inherited = nil
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	var errs []error
+	if len(a.dir.Regions()) == 0 {
+		errs = append(errs, a.dir.Remove())
+	} else {
+		errs = append(errs, a.dir.Close())
+	}
 	for _, r := range a.regions {
-		errs = append(errs, r.Close())
+		if a.dir.Lasting() {
+			errs = append(errs, r.Leave())
+		} else {
+			errs = append(errs, r.Close())
+		}
 	}
 	a.regions, a.capacity = nil, 0
 	return errors.Join(errs...)

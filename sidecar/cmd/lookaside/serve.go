@@ -165,7 +165,8 @@ func serve(cfg settings.Config, log *zap.Logger, report func(error)) error {
 		os.Exit(128 + int(second.(syscall.Signal)))
 	}()
 
-	d, err := sidecar.Start(ctx, cfg, log, sidecar.Origin{Manager: systemd.Find()})
+	d, err := sidecar.Start(ctx, cfg, log, sidecar.Origin{Manager: systemd.Find(),
+		Inherited: systemd.Inherited()})
 	if err != nil {
 		if errors.Is(context.Cause(ctx), errInterrupted) {
 			return nil
