@@ -71,17 +71,29 @@ func Dial(dir string, shape Shape, number, pages int) (_ *Prefix, err error) {
 	if p.worker, err = DialWorker(dir, shape); err != nil {
 		return nil, err
 	}
-	hello := shape.hello()
-	hello.Role, hello.PageBytes = wire.RoleScheduler, 0
-	if p.scheduler, err = client.Dial(dir, &hello, Patience); err != nil {
-		return nil, err
-	}
-	p.lookups, err = p.scheduler.Lookups()
-	return p, err
+	return p, p.connectScheduler(dir)
 }
 
-// Close ends the sessions. It is idempotent.
-func (p *Prefix) Close() error {
+func (p *Prefix) connectScheduler(dir string) (err error) {
+	hello := p.worker.shape.hello()
+	hello.Role, hello.PageBytes = wire.RoleScheduler, 0
+	if p.scheduler, err = client.Dial(dir, &hello, Patience); err != nil {
+		return err
+	}
+	p.lookups, err = p.scheduler.Lookups()
+	return err
+}
+
+// Reconnect opens both sessions anew, after those before have ended. The worker keeps its memory,
+// and offers it to the sidecar.
+func (p *Prefix) Reconnect(dir string) error {
+	if err := errors.Join(p.leaveScheduler(), p.worker.Reconnect(dir)); err != nil {
+		return err
+	}
+	return p.connectScheduler(dir)
+}
+
+func (p *Prefix) leaveScheduler() error {
 	var errs []error
 	if p.lookups != nil {
 		errs = append(errs, p.lookups.Close())
@@ -89,12 +101,30 @@ func (p *Prefix) Close() error {
 	if p.scheduler != nil {
 		errs = append(errs, p.scheduler.Close())
 	}
-	if p.worker != nil {
-		errs = append(errs, p.worker.Close())
-	}
-	p.lookups, p.scheduler, p.worker = nil, nil, nil
+	p.lookups, p.scheduler, p.lookup = nil, nil, 0
 	return errors.Join(errs...)
 }
+
+// Close ends the sessions. It is idempotent.
+func (p *Prefix) Close() error {
+	err := p.leaveScheduler()
+	if p.worker != nil {
+		err = errors.Join(err, p.worker.Close())
+	}
+	p.worker = nil
+	return err
+}
+
+// Select changes which prefix is stored, looked up and verified from now on, and how many of its
+// pages. The leases of the last lookup end.
+func (p *Prefix) Select(number, pages int) error {
+	err := p.Cancel()
+	p.hashes = Digests(number, pages)
+	return err
+}
+
+// Memory is Worker.Memory.
+func (p *Prefix) Memory() (mapped, kept int64) { return p.worker.Memory() }
 
 // Pages returns the number of pages.
 func (p *Prefix) Pages() int { return len(p.hashes) / DigestBytes }
@@ -114,19 +144,30 @@ func (p *Prefix) Store() error { return p.worker.Store(p.hashes, Content) }
 // Lookup looks the whole prefix up and returns how long that took. It returns an error unless every
 // page hits. It first frees the leases of the lookup before.
 func (p *Prefix) Lookup() (time.Duration, error) {
+	pages, took, err := p.find()
+	if err == nil && pages != p.Pages() {
+		err = fmt.Errorf("hit %d of %d pages", pages, p.Pages())
+	}
+	return took, err
+}
+
+// Find looks the prefix up and returns how many of its pages hit. It first frees the leases of the
+// lookup before.
+func (p *Prefix) Find() (pages int, err error) {
+	pages, _, err = p.find()
+	return pages, err
+}
+
+func (p *Prefix) find() (pages int, took time.Duration, err error) {
 	if err := p.Cancel(); err != nil {
-		return 0, err
+		return 0, 0, err
 	}
 	p.lookup++
 	m := wire.Lookup{Session: p.scheduler.Welcome.Session, Secret: p.scheduler.Welcome.Secret,
 		Lookup: p.lookup, Hashes: p.hashes, DeadlineMs: uint32(Patience.Milliseconds())}
 	start := time.Now()
 	r, err := p.lookups.Lookup(&m, Patience+10*time.Second)
-	took := time.Since(start)
-	if err == nil && int(r.HitPages) != p.Pages() {
-		err = fmt.Errorf("hit %d of %d pages", r.HitPages, p.Pages())
-	}
-	return took, err
+	return int(r.HitPages), time.Since(start), err
 }
 
 // Cancel frees the leases of the last lookup. It has no effect if there are none.

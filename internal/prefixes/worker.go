@@ -8,7 +8,6 @@ import (
 	"sync"
 	"time"
 
-	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 )
@@ -42,36 +41,71 @@ type Worker struct {
 	answers chan []byte // replies to requests; closed when the session has ended
 	ended   error       // why the session ended; read only after answers is closed
 
-	mu      sync.RWMutex // read-held while the bytes of a region are used
-	regions map[uint32]*dax.Attached
+	mu     sync.RWMutex // read-held while the bytes of a region are used
+	memory *client.Memory
 }
 
 // DialWorker connects a worker to the sidecar that owns the endpoint dir.
 func DialWorker(dir string, shape Shape) (*Worker, error) {
-	hello := shape.hello()
-	session, err := client.Dial(dir, &hello, Patience)
-	if err != nil {
+	w := &Worker{shape: shape, memory: client.NewMemory()}
+	if err := w.connect(dir); err != nil {
 		return nil, err
 	}
-	w := &Worker{shape: shape, session: session, answers: make(chan []byte, 1),
-		regions: map[uint32]*dax.Attached{}}
-	go w.receive()
 	return w, nil
+}
+
+// connect opens a session on the memory of the ones before.
+func (w *Worker) connect(dir string) error {
+	hello, held := w.shape.hello(), w.memory.Held()
+	hello.Held = uint32(len(held))
+	session, err := client.Dial(dir, &hello, Patience, held...)
+	if err != nil {
+		return err
+	}
+	w.session, w.answers = session, make(chan []byte, 1)
+	go w.receive()
+	return w.memory.BeginSession()
+}
+
+// Reconnect opens another session, after the one before has ended. The worker keeps its memory, and
+// offers it to the sidecar.
+func (w *Worker) Reconnect(dir string) error {
+	if err := w.leave(); err != nil {
+		return err
+	}
+	return w.connect(dir)
+}
+
+// leave ends the session.
+func (w *Worker) leave() error {
+	if w.session == nil { // the last attempt to connect has failed
+		return nil
+	}
+	w.mu.Lock()
+	err := w.memory.EndSession(w.session)
+	w.mu.Unlock()
+	err = errors.Join(err, w.session.Close())
+	for range w.answers { // until the receiver has ended
+		continue
+	}
+	w.session = nil
+	return err
 }
 
 // Close ends the session and unmaps the regions.
 func (w *Worker) Close() error {
-	err := w.session.Close()
-	for range w.answers { // until the receiver has ended
-		continue
-	}
+	err := w.leave()
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for _, r := range w.regions {
-		err = errors.Join(err, r.Close())
-	}
-	clear(w.regions)
-	return err
+	return errors.Join(err, w.memory.Close())
+}
+
+// Memory returns the sizes of the regions that sidecars have announced, in bytes: of those that
+// were mapped for it, and of those that the worker had kept.
+func (w *Worker) Memory() (mapped, kept int64) {
+	w.mu.RLock()
+	defer w.mu.RUnlock()
+	return w.memory.MappedBytes, w.memory.KeptBytes
 }
 
 // receive maps and unmaps regions at the sidecar's request, and passes all other messages on, until
@@ -84,6 +118,7 @@ func (w *Worker) receive() {
 			switch t, _ := wire.Peek(m); t {
 			case wire.TypeRegionAdded:
 				err = w.attach(m, files)
+				files = nil
 			case wire.TypeRegionRemoved:
 				err = w.detach(m)
 			default:
@@ -103,26 +138,22 @@ func (w *Worker) receive() {
 // attach maps the region of a RegionAdded. It maps another sidecar's region read-only.
 func (w *Worker) attach(m []byte, files []*os.File) error {
 	var added wire.RegionAdded
-	if err := added.Decode(m, &wire.DefaultLimits); err != nil {
-		return err
-	}
-	if len(files) != 1 {
-		return fmt.Errorf("region %d came with %d files", added.Region, len(files))
-	}
-	var region *dax.Attached
-	var err error
-	offset, size, page := int64(added.Offset), int64(added.SizeBytes), int64(added.PageSize)
-	if added.ReadOnly {
-		region, err = dax.AttachReadOnly(int(files[0].Fd()), offset, size, page)
-	} else {
-		region, err = dax.Attach(files[0], offset, size, page)
+	err := added.Decode(m, &wire.DefaultLimits)
+	if err == nil && len(files) != 1 {
+		err = fmt.Errorf("region %d came with %d files", added.Region, len(files))
 	}
 	if err != nil {
+		for _, f := range files {
+			f.Close()
+		}
 		return err
 	}
 	w.mu.Lock()
-	w.regions[added.Region] = region
+	err = w.memory.Add(&added, files[0])
 	w.mu.Unlock()
+	if err != nil {
+		return err
+	}
 	return w.session.Send(&wire.RegionMapped{Region: added.Region})
 }
 
@@ -133,14 +164,9 @@ func (w *Worker) detach(m []byte) error {
 		return err
 	}
 	w.mu.Lock()
-	region := w.regions[removed.Region]
-	delete(w.regions, removed.Region)
+	err := w.memory.Remove(removed.Region)
 	w.mu.Unlock()
-	if region == nil {
-		return fmt.Errorf("region %d is removed, but was never added", removed.Region)
-	}
-	return errors.Join(region.Close(),
-		w.session.Send(&wire.RegionUnmapped{Region: removed.Region}))
+	return errors.Join(err, w.session.Send(&wire.RegionUnmapped{Region: removed.Region}))
 }
 
 // each calls do with every page of the extents and its bytes, until do fails.
@@ -148,11 +174,10 @@ func (w *Worker) each(extents []wire.Extent, do func(page int, p []byte) error) 
 	w.mu.RLock()
 	defer w.mu.RUnlock()
 	for _, e := range extents {
-		region := w.regions[e.Region]
-		if region == nil {
+		mem, size := w.memory.Bytes(e.Region), uint64(w.shape.PageBytes)
+		if mem == nil {
 			return fmt.Errorf("extent %+v is in no mapped region", e)
 		}
-		mem, size := region.Bytes(), uint64(w.shape.PageBytes)
 		if e.Offset > uint64(len(mem)) || (uint64(len(mem))-e.Offset)/size < uint64(e.Pages) {
 			return fmt.Errorf("extent %+v is outside its region of %d bytes", e, len(mem))
 		}
