@@ -126,6 +126,7 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 		d.server.RegionsReady()
 	}
 	close(d.restored)
+	log.Info("ready", zap.Duration("after", time.Since(d.start).Round(time.Millisecond)))
 	if err = ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -413,7 +414,7 @@ func (d *Daemon) Status() admin.Status { return d.operations.Status() }
 func (d *Daemon) parts() admin.Parts {
 	p := admin.Parts{
 		Settings: &d.cfg, Version: Version, Commit: Revision(), Generation: d.generation,
-		Started: d.start, Background: d.background,
+		Started: d.start, Background: d.background, ArenaReady: d.restored,
 		Engine: d.engine, Stack: d.stack, Server: d.server, Lookups: d.lookups,
 		Arena: d.arena, DAX: d.onDAX, Peers: d.peers, Log: d.log,
 	}

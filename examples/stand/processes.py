@@ -208,7 +208,7 @@ class Sidecar(Process):
         self.endpoint = endpoint
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """Waits until it takes sessions. Raises RuntimeError with the log's end."""
+        """Waits until it takes sessions and has memory. Raises RuntimeError with the log's end."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.alive():
@@ -222,7 +222,8 @@ class Sidecar(Process):
 
     def healthy(self) -> bool:
         try:
-            return self.get("/readyz").status_code == 200
+            ready = self.get("/readyz")
+            return ready.status_code == 200 and ready.text == "ok\n"
         except (OSError, httpx.HTTPError):
             return False
 

@@ -13,7 +13,6 @@ import itertools
 import random
 import select
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from lookaside.connection import SessionUnavailable
 from lookaside.connector import LookasideConnector
 from lookaside.prefill import PrefillRate
 from peer import until
+from readiness import ready
 from scheduling import (
     BLOCK,
     Batch,
@@ -83,15 +83,8 @@ class Sidecar:
         )  # fmt: skip
 
     def wait_serving(self) -> None:
-        """Wait until it accepts sessions. The socket of one that was killed is still there, and
-        refuses them."""
-        address = str(self.endpoint / "session.sock")
-
-        def accepts() -> bool:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as s:
-                return s.connect_ex(address) == 0
-
-        until(accepts)
+        """Wait until it accepts sessions and has memory."""
+        until(lambda: ready(self.endpoint), 60)
 
     def signal(self, number: int) -> None:
         assert self.process is not None

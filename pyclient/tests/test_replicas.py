@@ -84,7 +84,7 @@ def engines(models: dict[int, Path]) -> Iterator[Any]:
 
 def started(sidecars: list[Sidecar], endpoint: Path) -> Sidecar:
     sidecars.append(Sidecar(endpoint, "--peers-enabled=false"))
-    until((endpoint / "session.sock").exists, 60)
+    sidecars[-1].wait_serving()
     return sidecars[-1]
 
 

@@ -39,6 +39,7 @@ from lookaside.ratelog import RateLimitedLog
 from lookaside.session import Session
 from lookaside.sidecars import RankSidecars
 from peer import until, waited_in_vain
+from readiness import ready
 from scheduling import make_kv_config
 from test_session import Heard, options
 from test_worker import BLOCKS, PAGE, PPC, SlowCopies, Stand, hashes, model, page
@@ -88,11 +89,7 @@ class Sidecar:
 
     def answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, self.log.read_text()
-        try:
-            open_endpoint(str(self.directory)).close()
-        except EndpointError:
-            return False
-        return True
+        return ready(self.directory)
 
     def signal(self, number: int) -> None:
         assert self.process is not None

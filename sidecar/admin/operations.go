@@ -41,6 +41,7 @@ type Parts struct {
 	Generation uint64
 	Started    time.Time
 	Background context.Context // ends when the daemon does
+	ArenaReady <-chan struct{} // closed once the arena has its first memory
 
 	Engine   *engine.Engine
 	Stack    *stack.Stack
@@ -79,6 +80,16 @@ func (o *Operations) Close() {
 	o.changes.closed = true
 	o.changes.mu.Unlock()
 	o.changes.wg.Wait()
+}
+
+// arenaState returns "ok", or what clients wait for that are connected and find nothing yet.
+func (o *Operations) arenaState() string {
+	select {
+	case <-o.ArenaReady:
+		return "ok"
+	default:
+		return "ok: clients are welcome, and the arena is being prepared"
+	}
 }
 
 // ready returns why the sidecar does not accept clients, or nil.

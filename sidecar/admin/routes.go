@@ -121,18 +121,18 @@ func (a *api) registerProbes() {
 		o.Security = nil
 		return o
 	}
-	ok := func() (*textOutput, error) {
-		return &textOutput{"text/plain; charset=utf-8", []byte("ok\n")}, nil
+	says := func(text string) (*textOutput, error) {
+		return &textOutput{"text/plain; charset=utf-8", []byte(text + "\n")}, nil
 	}
 	huma.Register(a, probe("/healthz", "health", "Whether the process lives"),
-		func(context.Context, *struct{}) (*textOutput, error) { return ok() })
-	huma.Register(a, probe("/readyz", "ready", "Whether clients are welcome; 503 while draining"),
+		func(context.Context, *struct{}) (*textOutput, error) { return says("ok") })
+	huma.Register(a, probe("/readyz", "ready", "Whether clients are welcome; 503 while draining. The text is ok, or says that the arena is still being prepared"),
 		func(context.Context, *struct{}) (*textOutput, error) {
 			if err := a.o.ready(); err != nil {
 				return nil, apiError(http.StatusServiceUnavailable,
 					"ask another sidecar, or this one's successor", "%v", err)
 			}
-			return ok()
+			return says(a.o.arenaState())
 		})
 }
 

@@ -133,7 +133,7 @@ func serveBy(t *testing.T, command []string, args ...string) *server {
 			s.mu.Lock()
 			s.log.WriteString(lines.Text() + "\n")
 			s.mu.Unlock()
-			if strings.Contains(lines.Text(), "\tserving\t") {
+			if strings.Contains(lines.Text(), "\tready\t") {
 				once()
 			}
 		}
