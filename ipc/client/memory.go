@@ -111,8 +111,8 @@ func (m *Memory) drop(r *region) error {
 	return errors.Join(r.mem.Close(), r.file.Close())
 }
 
-// EndSession takes the claim of a session that is about to be closed, and forgets the numbers of its
-// regions. No copy of the session may be under way. With the claim the next sidecar knows that
+// EndSession takes the claim of a session that is about to be closed, and forgets the numbers of
+// its regions. No copy of the session may be under way. With the claim the next sidecar knows that
 // there is a worker with memory to give back. Memory that is for reading only belongs to another
 // sidecar, and is unmapped.
 func (m *Memory) EndSession(s *Session) error {
