@@ -127,6 +127,9 @@ func (c *checker) leases() error {
 			return broken("lease %d thinks that it is %d", i, x.index)
 		}
 		if x.kind == noLease {
+			if x.gen < e.leases.skipped {
+				return broken("lease %d would get a handle of another engine again", i)
+			}
 			continue
 		}
 		live++

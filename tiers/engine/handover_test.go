@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"bytes"
 	"errors"
 	"maps"
 	"reflect"
@@ -506,4 +507,103 @@ func TestTakeOver(t *testing.T) {
 		}
 		b.ok(b.e.Check())
 	}
+}
+
+// FuzzImport hands over arbitrary leases: nothing may panic or break an invariant, and no lease is
+// left when the owners are gone.
+func FuzzImport(f *testing.F) {
+	f.Add([]byte("\x01\x00\x02\x08\x00\x01\x02\x03"))
+	f.Add(bytes.Repeat([]byte{2, 1, 0, 4, 0, 1, 1, 0}, 4))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		e, err := New(Config{MinPageBytes: 1, OwnerShare: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer e.Close()
+		g := tiers.Geometry{PageBytes: 64, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32}
+		sp, err := e.OpenSpace(tiers.Fingerprint{1}, g)
+		if err == nil {
+			err = e.AddDrainedRegion(7, 12*256)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		num, err := e.RestorePiece(Piece{Region: 7, Placement: packed(g), Geometry: g, Slots: 10})
+		if err != nil {
+			t.Fatal(err)
+		}
+		h := numbered(1, 16)
+		for i := range 4 {
+			err := e.RestoreIn(num, []Restored{{Slot: uint32(2 * i), Space: sp, First: 4 * i,
+				Pages: 4, Hashes: h[4*i*32 : 4*(i+1)*32], Unverified: i == 1}})
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		e.EndRestore()
+		for o := range Owner(2) {
+			if err := e.AddOwner(o, sp); err != nil {
+				t.Fatal(err)
+			}
+		}
+		next := func() int {
+			if len(data) == 0 {
+				return 0
+			}
+			b := int(data[0])
+			data = data[1:]
+			return b
+		}
+		odd := func() int {
+			b := next()
+			return []int{b % 4, b % 16, b, -b, 1 << 30, -1 << 62}[max(0, b%16-10)]
+		}
+		in := Handover{Generation: uint32(odd())}
+		for len(data) > 0 {
+			x := Held{Kind: HeldKind(next() % 6), Owner: Owner(next() % 3),
+				Space: SpaceID(next() % 3), Lookup: uint64(odd()),
+				Handle: uint64(odd())<<32 | uint64(odd()), Takers: odd(),
+				Left: time.Duration(odd()), First: odd(), Pages: odd()}
+			n := 1 + next()%4
+			for range n {
+				x.Places = append(x.Places, Place{7, uint64(256 * odd())})
+			}
+			if from := next() % 12; next()%4 > 0 {
+				x.First, x.Pages = from/4*4, 4*n
+				for i := range n {
+					page := min(from/4*4+4*i+3, 15)
+					x.Places[i].Offset = uint64(page/4*2) * 256
+					x.Ends = append(x.Ends, h[page*32:(page+1)*32]...)
+				}
+			}
+			if x.Kind == HeldStore {
+				x.Ends = nil
+			}
+			in.Held = append(in.Held, x)
+		}
+		_ = e.Import(&in)
+		if err := e.Check(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := e.Export(); err != nil {
+			t.Fatal(err)
+		}
+		for o := range Owner(2) {
+			e.RemoveOwner(o)
+		}
+		for pin := range maps.Clone(e.leases.imported) {
+			if err := e.Unpin(pin); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if st := e.Stats(); st.Leases != 0 || st.LeasedSlots != 0 {
+			t.Fatalf("%+v", st)
+		}
+		if err := e.Undrain(7); err != nil {
+			t.Fatal(err)
+		}
+		if err := e.Check(); err != nil {
+			t.Fatal(err)
+		}
+	})
 }
