@@ -395,30 +395,3 @@ func (r *region) claim(i uint32) (gen uint32, ok bool) {
 	}
 	return 0, false
 }
-
-// LastUses appends to out a number for each slot of a piece that holds something, and 0 for the
-// others. It rises with the slot's last use: Restored.Order keeps the order of eviction. It
-// releases the lock between slices of its work. ErrNotFound: there is no such piece.
-func (e *Engine) LastUses(piece uint32, out []uint64) ([]uint64, error) {
-	e.mu.Lock()
-	defer e.unlock()
-	if piece == 0 || int(piece) > e.nregion || e.closed {
-		return out, fmt.Errorf("%w: piece %d", tiers.ErrNotFound, piece)
-	}
-	r := e.regions[piece]
-	mem := r.mem
-	if mem == nil || r.foreign {
-		return out, fmt.Errorf("%w: piece %d", tiers.ErrNotFound, piece)
-	}
-	for i := range r.slots {
-		used := uint64(0)
-		if s := &r.slots[i]; i < r.fresh && s.state == ready && !s.doomed() {
-			used = max(s.stamp, 1)
-		}
-		out = append(out, used)
-		if i%clearSlice == clearSlice-1 && (!e.pause() || r.mem != mem) {
-			return out, fmt.Errorf("%w: piece %d", tiers.ErrNotFound, piece)
-		}
-	}
-	return out, nil
-}
