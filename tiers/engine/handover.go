@@ -286,13 +286,30 @@ func (h *Held) has(e *Engine, sp *space, ref uint32, i int) bool {
 		equal(r.digest(ref&recordMask, pages-1), h.Ends[i*d:(i+1)*d])
 }
 
+// elsewhere returns another slot that holds what the i-th one of a run did, such as a longer
+// version of the chunk, which has replaced it as it was restored. 0: there is none that may be
+// read.
+func (h *Held) elsewhere(e *Engine, sp *space, i int) uint32 {
+	d := sp.g.DigestBytes
+	rec := e.find(sp, h.Ends[i*d:(i+1)*d])
+	if rec == 0 {
+		return 0
+	}
+	if ref, _ := e.slotOf(rec); e.served(rec) == rec && h.has(e, sp, ref, i) {
+		return ref
+	}
+	return 0
+}
+
 // importRun leases what is held of a run for an owner, up to the first chunk that is not.
 func (e *Engine) importRun(ow *owner, h *Held) (slots []uint32, pages int) {
 	ppc := ow.space.g.PagesPerChunk
 	for i, at := range h.Places {
 		ref := e.placed(ow.space, at)
 		if ref == 0 || !h.has(e, ow.space, ref, i) {
-			break
+			if ref = h.elsewhere(e, ow.space, i); ref == 0 {
+				break
+			}
 		}
 		e.importSlot(ow, ref)
 		slots = append(slots, ref)
