@@ -12,3 +12,6 @@ func (s *Server) RetractRegionUntil(ctx context.Context, id uint32) { s.retractR
 func (s *Server) Heard(session uint64) time.Time {
 	return s.findSession(session).silentSince(time.Time{})
 }
+
+// Holding reports whether the Server holds changes back.
+func (s *Server) Holding() bool { return s.mode.Load() != modeServing }

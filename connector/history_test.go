@@ -40,7 +40,10 @@ type history struct {
 	held    map[string]map[[32]byte]bool // by model: pages committed
 	going   int                          // the region that is being removed, -1 if none is
 	removed int                          // regions that are gone; those after it are there
-	log     []string                     // last steps, for a failure
+
+	takeovers bool     // another server goes on now and then
+	lingered  uint64   // workers, at earlier servers
+	log       []string // last steps, for a failure
 }
 
 // An instance is one made-up vLLM instance: a worker, a scheduler, and what they have under way.
@@ -91,6 +94,7 @@ func (h *history) hello(in *instance, role string) *wire.Hello {
 		m = schedulerHello(in.name)
 	}
 	m.Fields[len(m.Fields)-1].Value = in.model
+	m.Direct = h.takeovers && role == wire.RoleScheduler // ZMQ may lose answers then
 	return m
 }
 
@@ -201,6 +205,7 @@ func (h *history) changeRegions() {
 		return
 	}
 	check(h.t, err)
+	delete(h.r.there, uint32(h.going))
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -229,9 +234,11 @@ func (h *history) randomPrefix() prefix {
 	return p
 }
 
-func (h *history) act(in *instance) {
+func (h *history) act(in *instance) { h.do(in, h.rnd.IntN(100)) }
+
+func (h *history) do(in *instance, op int) {
 	p := h.randomPrefix()
-	switch op := h.rnd.IntN(100); {
+	switch {
 	case op < 4:
 		h.die(in)
 		h.connect(in)
@@ -309,6 +316,9 @@ func (h *history) act(in *instance) {
 		h.step("%s: load lookup %d from %d, %d pages: %v %v", in.name, l.id, l.first+skip, pages, g,
 			err)
 		var no *client.CallError
+		if !h.exact && h.takeovers && errors.As(err, &no) && no.Code == wire.CodeNotFound {
+			return // its chunks were found bad before the takeover
+		}
 		if !h.exact && errors.As(err, &no) && (no.Code == wire.CodeBusy ||
 			no.Code == wire.CodeStale) {
 			// the worker has its share, or a chunk was found bad: the lookup stays as it is
@@ -365,11 +375,66 @@ func (h *history) finish(in *instance, st openStore) {
 	in.w.sync()
 }
 
-func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) (regionsRemoved int) {
+// takeOver has another server go on. Stores end before it. While it restores, the others look up,
+// load and release, and their stores wait.
+func (h *history) takeOver() {
+	if h.going >= 0 {
+		return
+	}
+	for _, old := range h.linger {
+		if h.exact && len(old.stores) > 0 {
+			return // a chunk that a lingering worker extends is forgotten
+		}
+	}
+	for _, in := range h.engines {
+		for _, st := range in.stores {
+			h.finish(in, st)
+		}
+		in.stores = nil
+	}
+	h.step("another server takes over")
+	h.lingered += h.r.server.Counters().Lingered
+	type waits struct {
+		in *instance
+		p  prefix
+		id uint32
+	}
+	var list []waits
+	h.r.takeOver(func() {
+		for range h.rnd.IntN(30) {
+			in := h.engines[h.rnd.IntN(len(h.engines))]
+			if h.rnd.IntN(5) > 0 {
+				h.do(in, 55+h.rnd.IntN(45))
+				continue
+			}
+			p := h.randomPrefix()
+			m := wire.PrepareStore{ID: in.w.ses.NextID(), Hashes: p.hashes(0, 1+h.rnd.IntN(12))}
+			check(h.t, in.w.ses.Send(&m))
+			list = append(list, waits{in, p, m.ID})
+		}
+	})
+	for _, l := range list {
+		b, err := l.in.w.recv(false)
+		if err != nil {
+			h.fatal("%s: the reply to a store that waited: %v", l.in.name, err)
+		}
+		var g wire.StoreGrant
+		if err := g.Decode(b, &wire.DefaultLimits); err != nil || g.ID != l.id {
+			h.fatal("%s: %+v, %v for store %d, which waited", l.in.name, g, err, l.id)
+		}
+		if g.Store != 0 {
+			l.in.stores = append(l.in.stores, openStore{l.p, g})
+		}
+	}
+}
+
+func runHistory(t *testing.T, seed uint64, exact, takeovers bool,
+	o rigOptions) (regionsRemoved int) {
 	t.Logf("seed %d: replay with -run '%s' -history.seed=%d", seed, t.Name(), seed)
 	h := &history{
 		t: t, r: newRig(t, o), rnd: rand.New(rand.NewPCG(seed, 1)), exact: exact,
 		held: map[string]map[[32]byte]bool{"small": {}, "large": {}}, going: -1,
+		takeovers: takeovers,
 	}
 	for i, model := range []string{"small", "small", "large", "small"} {
 		in := &instance{name: fmt.Sprintf("engine-%d", i), model: model}
@@ -378,6 +443,9 @@ func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) (regionsRem
 	}
 	for i := range *historySteps {
 		h.act(h.engines[h.rnd.IntN(len(h.engines))])
+		if h.takeovers && i%50 == 49 {
+			h.takeOver()
+		}
 		if i%100 == 0 {
 			if err := h.r.engine.Check(); err != nil {
 				h.fatal("engine: %v", err)
@@ -402,7 +470,7 @@ func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) (regionsRem
 		old.w.close()
 	}
 	h.r.eventually("nobody lingers", func() bool { return len(h.r.lingering()) == 0 })
-	if h.r.server.Counters().Lingered == 0 {
+	if h.lingered+h.r.server.Counters().Lingered == 0 {
 		t.Error("no worker lingered: the history tests less than it says")
 	}
 	h.r.audit()
@@ -411,14 +479,16 @@ func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) (regionsRem
 
 func TestHistories(t *testing.T) {
 	for _, tc := range []struct {
-		name  string
-		exact bool
-		o     rigOptions
+		name             string
+		exact, takeovers bool
+		o                rigOptions
 	}{
-		{"room for all", true, rigOptions{regionBytes: 8 << 20}},
-		{"little room", false, rigOptions{regionBytes: 24 << 10}},
-		{"little room, small shares", false, rigOptions{regionBytes: 48 << 10, share: 0.3}},
-		{"little room, made slowly", false, rigOptions{regionBytes: 24 << 10,
+		{"room for all", true, false, rigOptions{regionBytes: 8 << 20}},
+		{"room for all, takeovers", true, true, rigOptions{regionBytes: 8 << 20}},
+		{"little room", false, false, rigOptions{regionBytes: 24 << 10}},
+		{"little room, takeovers", false, true, rigOptions{regionBytes: 24 << 10}},
+		{"little room, small shares", false, false, rigOptions{regionBytes: 48 << 10, share: 0.3}},
+		{"little room, made slowly", false, false, rigOptions{regionBytes: 24 << 10,
 			makeRoom: func(tiers.Geometry, int) {
 				if rand.IntN(4) == 0 {
 					time.Sleep(3 * time.Millisecond)
@@ -434,7 +504,7 @@ func TestHistories(t *testing.T) {
 			for _, seed := range seeds {
 				t.Run(fmt.Sprint(seed), func(t *testing.T) {
 					removed += runHistory(t, seed,
-						tc.exact, tc.o)
+						tc.exact, tc.takeovers, tc.o)
 				})
 			}
 			t.Logf("%d regions removed", removed)

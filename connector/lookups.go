@@ -32,18 +32,20 @@ func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 	switch t {
 	case wire.TypeLookup:
 		if err = m.lookup.Decode(msg, &s.lookupLimits); err == nil {
-			return s.lookup(&m.lookup, reply)
+			return s.lookup(&m.lookup, msg, reply)
 		}
 	case wire.TypeTrim:
 		if err = m.trim.Decode(msg, &s.limits); err == nil {
-			if ses := s.asker(m.trim.Session, m.trim.Secret); ses != nil {
+			if ses := s.asker(m.trim.Session, m.trim.Secret); ses != nil &&
+				!s.holdLookup(ses.id, m.trim.Lookup, msg, false) {
 				s.noteLookup(s.stack.Trim(ses.owner, m.trim.Lookup, int(m.trim.FirstPage)))
 			}
 			return 0, nil
 		}
 	case wire.TypeCancel:
 		if err = m.cancel.Decode(msg, &s.limits); err == nil {
-			if ses := s.asker(m.cancel.Session, m.cancel.Secret); ses != nil {
+			if ses := s.asker(m.cancel.Session, m.cancel.Secret); ses != nil &&
+				!s.holdLookup(ses.id, m.cancel.Lookup, msg, false) {
 				s.noteLookup(s.stack.Cancel(ses.owner, m.cancel.Lookup))
 			}
 			return 0, nil
@@ -79,7 +81,8 @@ func (s *Server) asker(session uint64, secret []byte) *session {
 	return nil
 }
 
-func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
+// lookup handles a lookup, whose encoding is msg.
+func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 	start := time.Now()
 	ses := s.asker(m.Session, m.Secret)
 	if ses == nil {
@@ -96,6 +99,15 @@ func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 		s.count.fail(KindMalformed)
 	case s.draining.Load():
 		// A miss: nothing new may start.
+	case s.mode.Load() >= modeQuiet:
+		n, held, err := s.lookupQuiet(ses, m, asked, msg)
+		if held {
+			return 0, nil
+		}
+		if pages = n; err != nil {
+			s.count.fail(kindOf(err))
+			pages = 0
+		}
 	default:
 		q := &s.native.query
 		*q = stack.Query{
@@ -299,7 +311,14 @@ func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64,
 	q := &s.native.query
 	*q = stack.Query{Owner: lmcacheOwner, Lookup: lookup, Space: space, Hashes: m.Hashes,
 		Ticks: true}
-	pages, done, err := s.stack.Lookup(q, s)
+	var err error
+	if s.mode.Load() >= modeQuiet {
+		_ = s.stack.Cancel(lmcacheOwner, lookup)
+		pages, err = s.engine.Lookup(lmcacheOwner, lookup, 0, m.Hashes)
+		done = true
+	} else {
+		pages, done, err = s.stack.Lookup(q, s)
+	}
 	if err != nil {
 		s.count.fail(kindOf(err))
 		pages = 0

@@ -117,7 +117,11 @@ func (s *Server) AwaitRegion(id uint32, patience time.Duration) {
 			mapped[w] = c
 		}
 	}
+	changed, handing := s.modeChanged, s.mode.Load() != modeServing
 	s.mu.Unlock()
+	if handing { // another process serves soon, with this region or without it
+		return
+	}
 
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -126,6 +130,8 @@ func (s *Server) AwaitRegion(id uint32, patience time.Duration) {
 		case <-c:
 		case <-w.struck:
 		case <-s.drains:
+			return
+		case <-changed:
 			return
 		case <-ctx.Done():
 			s.mu.Lock()

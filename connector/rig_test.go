@@ -77,6 +77,11 @@ type rig struct {
 	cancel   context.CancelFunc
 	served   chan error
 	lmcache  [2]string // worker's and scheduler's endpoint
+
+	options rigOptions
+	log     *zap.Logger
+	there   map[uint32]bool         // the regions that the engine has
+	pieces  map[uint32]engine.Piece // of the engine
 }
 
 type rigOptions struct {
@@ -124,56 +129,79 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	if testing.Verbose() && o.log == nil {
 		log = zaptest.NewLogger(t, zaptest.Level(zap.InfoLevel))
 	}
-	r := &rig{t: t, dir: dir, served: make(chan error, 1)}
-	check(t, err)
-	bell := stack.NewBell()
-	var list []stack.TierConfig
-	for i, mo := range o.tiers {
-		m := tiertest.NewMemory(mo)
-		r.tiers = append(r.tiers, m)
-		list = append(list, stack.TierConfig{
-			Name: fmt.Sprintf("t%d", i), Tier: m, LookupTimeout: patience, LoadTimeout: patience,
-			StoreTimeout: patience,
-		})
+	r := &rig{t: t, dir: dir, options: o, log: log, there: map[uint32]bool{},
+		pieces: map[uint32]engine.Piece{}}
+	for _, mo := range o.tiers {
+		r.tiers = append(r.tiers, tiertest.NewMemory(mo))
 	}
-	r.engine, err = engine.New(engine.Config{
-		Now: o.now, LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129,
-		MaxPages: o.maxPages, OwnerShare: o.share, JointShare: o.joint, ArenaLimitBytes: 16 << 20,
-		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond,
-		JournalBytes: 1 << 20,
-	})
-	check(t, err)
-	r.stack, err = stack.New(stack.Config{
-		Engine: r.engine, Bell: bell, Log: log, Tiers: list, LookupDeadline: patience,
-		Arena: func(id uint32) []byte { return r.regions[id].Bytes() },
-	})
-	check(t, err)
-	r.control, err = dax.NewControl(77)
-	check(t, err)
 	r.listener, err = ipc.Listen(dir, ipc.Options{MaxSessions: 64, Log: log})
 	check(t, err)
-	r.server = connector.New(connector.Config{
-		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control,
-		MaxSpaces: o.spaces, MaxPages: o.maxPages, Lease: o.lease, ArenaLimit: 16 << 20,
-		MakeRoom:    o.makeRoom,
-		FrozenAfter: o.frozenAfter, Preparing: o.preparing, OnHeld: o.onHeld,
-	})
-	lo := ipc.LookupOptions{Limits: r.server.Limits(), Tick: 20 * time.Millisecond, Log: log}
-	if o.lmcache {
-		r.lmcache = [2]string{"ipc://" + dir + "/lmw.sock", "ipc://" + dir + "/lms.sock"}
-		lo.LMCacheWorker, lo.LMCacheScheduler = r.lmcache[0], r.lmcache[1]
-	}
-	r.lookups, err = ipc.NewLookupSockets(dir, lo, r.server)
-	check(t, err)
-	r.server.SetLookupSockets(r.lookups)
-	ctx, cancel := context.WithCancel(context.Background())
-	r.cancel = cancel
-	go func() { r.served <- r.server.Serve(ctx, r.listener) }()
+	r.openEngine()
+	r.openLookups()
+	r.serve()
 	if !o.preparing {
 		r.grow(o.regionBytes)
 	}
 	t.Cleanup(r.close)
 	return r
+}
+
+// openEngine makes the engine and all that works on it, except what has sockets.
+func (r *rig) openEngine() {
+	r.t.Helper()
+	o := &r.options
+	bell := stack.NewBell()
+	var list []stack.TierConfig
+	for i, m := range r.tiers {
+		list = append(list, stack.TierConfig{
+			Name: fmt.Sprintf("t%d", i), Tier: m, LookupTimeout: patience, LoadTimeout: patience,
+			StoreTimeout: patience,
+		})
+	}
+	pieces := r.pieces
+	var err error
+	r.engine, err = engine.New(engine.Config{
+		Now: o.now, LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129,
+		MaxPages: o.maxPages, OwnerShare: o.share, JointShare: o.joint, ArenaLimitBytes: 16 << 20,
+		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond,
+		JournalBytes: 1 << 20,
+		OnCarve:      func(p engine.Piece) { pieces[p.Num] = p },
+		OnUncarve:    func(num uint32) { delete(pieces, num) },
+	})
+	check(r.t, err)
+	r.stack, err = stack.New(stack.Config{
+		Engine: r.engine, Bell: bell, Log: r.log, Tiers: list, LookupDeadline: patience,
+		Arena: func(id uint32) []byte { return r.regions[id].Bytes() },
+	})
+	check(r.t, err)
+	r.control, err = dax.NewControl(77)
+	check(r.t, err)
+	r.server = connector.New(connector.Config{
+		Log: r.log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control,
+		MaxSpaces: o.spaces, MaxPages: o.maxPages, Lease: o.lease, ArenaLimit: 16 << 20,
+		MakeRoom:    o.makeRoom,
+		FrozenAfter: o.frozenAfter, Preparing: o.preparing, OnHeld: o.onHeld,
+	})
+}
+
+func (r *rig) openLookups() {
+	r.t.Helper()
+	lo := ipc.LookupOptions{Limits: r.server.Limits(), Tick: 20 * time.Millisecond, Log: r.log}
+	if r.options.lmcache {
+		r.lmcache = [2]string{"ipc://" + r.dir + "/lmw.sock", "ipc://" + r.dir + "/lms.sock"}
+		lo.LMCacheWorker, lo.LMCacheScheduler = r.lmcache[0], r.lmcache[1]
+	}
+	var err error
+	r.lookups, err = ipc.NewLookupSockets(r.dir, lo, r.server)
+	check(r.t, err)
+	r.server.SetLookupSockets(r.lookups)
+}
+
+func (r *rig) serve() {
+	ctx, cancel := context.WithCancel(context.Background())
+	server, listener, served := r.server, r.listener, make(chan error, 1)
+	r.cancel, r.served = cancel, served
+	go func() { served <- server.Serve(ctx, listener) }()
 }
 
 // grow adds a region.
@@ -183,7 +211,9 @@ func (r *rig) grow(size int64) {
 		NUMANode: dax.NoNUMANode})
 	check(r.t, err)
 	r.regions = append(r.regions, reg)
-	check(r.t, r.server.AddRegion(uint32(len(r.regions)-1), reg, 0))
+	id := uint32(len(r.regions) - 1)
+	check(r.t, r.server.AddRegion(id, reg, 0))
+	r.there[id] = true
 }
 
 // close ends everything and audits the engine: nothing may be held for a session that is gone.

@@ -83,10 +83,6 @@ func (ses *session) makeRoom(slots int) bool {
 // resumeStores replies to the stores that wait, after the call of MakeRoom in ses.room has ended.
 // It stops at a store for which another call takes long.
 func (ses *session) resumeStores() error {
-	<-ses.room.done
-	if err := ses.conn.SetRecvDeadline(time.Time{}); err != nil {
-		return err
-	}
 	made := ses.room.store
 	ses.room = nil
 	m := &ses.msg.prepareStore

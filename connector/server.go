@@ -110,6 +110,12 @@ type Server struct {
 	}
 	lmcache lmcacheState
 
+	// Handing over to another process: see handover.go.
+	mode        atomic.Int32 // written with mu held
+	changing    atomic.Int64 // requests under way that change the arena
+	holdPartial atomic.Bool
+	held        heldLookups
+
 	mu        sync.Mutex // guards the fields below
 	closed    bool
 	conns     map[*ipc.Conn]struct{}   // every accepted connection, welcomed or not
@@ -121,6 +127,11 @@ type Server struct {
 	regions   []Region
 	retracted map[uint32]struct{} // ids of regions that are gone
 	preparing bool                // see Config.Preparing
+
+	modeChanged chan struct{}      // closed, and made anew, when the mode changes
+	stopAccept  context.CancelFunc // interrupts the present Accept; nil: there was none
+	shaking     int                // handshakes under way
+	parked      []parked           // once frozen
 
 	frail atomic.Int32 // how many of regions are the arena's and may fail; see Region.mayFail
 }
@@ -152,6 +163,7 @@ func New(cfg Config) *Server {
 		instances:    make(map[instanceKey]*instance),
 		retracted:    make(map[uint32]struct{}),
 		preparing:    cfg.Preparing,
+		modeChanged:  make(chan struct{}),
 	}
 }
 
@@ -176,32 +188,52 @@ func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 	defer watch.Wait()
 	defer cancel()
 	for {
-		conn, err := l.Accept(ctx)
+		turn, cancelTurn, err := s.acceptTurn(ctx)
+		if err != nil {
+			return nil
+		}
+		conn, err := l.Accept(turn)
+		interrupted := turn.Err() != nil
+		cancelTurn()
 		if err != nil {
 			if ctx.Err() != nil || errors.Is(err, ipc.ErrClosed) {
 				return nil
 			}
+			if interrupted {
+				continue
+			}
 			return fmt.Errorf("accept a session: %w", err)
 		}
-		s.mu.Lock()
-		if s.closed {
-			s.mu.Unlock()
-			conn.Close()
+		if !s.attend(conn, func() (kept bool) { return s.serveConn(conn, l, nil, nil) }) {
 			return nil
 		}
-		s.conns[conn] = struct{}{}
-		s.wg.Add(1)
-		s.mu.Unlock()
-		go func() {
-			defer s.wg.Done()
-			s.serveConn(conn, l)
-			conn.Close()
-			conn.Recycle()
-			s.mu.Lock()
-			delete(s.conns, conn)
-			s.mu.Unlock()
-		}()
 	}
+}
+
+// attend runs serve for a connection on a goroutine of its own, and closes the connection unless
+// serve has kept it. It returns false, with the connection closed, if the Server is closed.
+func (s *Server) attend(conn *ipc.Conn, serve func() (kept bool)) bool {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		conn.Close()
+		return false
+	}
+	s.conns[conn] = struct{}{}
+	s.wg.Add(1)
+	s.mu.Unlock()
+	go func() {
+		defer s.wg.Done()
+		if serve() {
+			return
+		}
+		conn.Close()
+		conn.Recycle()
+		s.mu.Lock()
+		delete(s.conns, conn)
+		s.mu.Unlock()
+	}()
+	return true
 }
 
 // Drain refuses new sessions and stores, and waits until the open stores and loads are finished or
@@ -258,6 +290,15 @@ func (s *Server) Close() {
 		c.Close()
 	}
 	s.wg.Wait()
+	s.mu.Lock()
+	left := s.parked
+	s.parked = nil
+	s.mu.Unlock()
+	for _, p := range left {
+		closeAll(p.held)
+		p.conn.Close()
+		p.conn.Recycle()
+	}
 	s.closeLMCache()
 }
 
@@ -375,9 +416,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (_ *session, _ []Region, p
 		unmapping: make(map[uint32]chan struct{}),
 		stores:    make(map[uint64][]uint32),
 		loads:     make(map[uint64][]uint32),
-		log: s.log.With(zap.String("session", fmt.Sprintf("%016x", id)), zap.String("role", h.Role),
-			zap.String("engine", h.EngineID),
-			zap.Uint32("rank", h.Rank), zap.Int("pid", int(conn.Peer().PID))),
+		log:       s.sessionLog(id, h.Role, key, conn.Peer().PID),
 	}
 	// Locked until the handshake is sent, so that a region pushed meanwhile comes after it.
 	ses.sendMu.Lock()

@@ -56,6 +56,11 @@ type session struct {
 	// struck is closed by Server.strike.
 	struck chan struct{}
 
+	// held has copies of the messages that wait for Server.Resume or for the next process, oldest
+	// first, and heldBytes is their length.
+	held      [][]byte
+	heldBytes int
+
 	room    *roomCall // the call of Config.MakeRoom that takes long, or nil
 	waiting [][]byte  // copies of the PrepareStores that wait for room, oldest first
 
@@ -89,12 +94,31 @@ type session struct {
 	}
 }
 
-// serveConn runs one connection that l has accepted, from its Hello to its end.
-func (s *Server) serveConn(conn *ipc.Conn, l *ipc.Listener) {
+// serveConn runs one connection of l from its Hello to its end. hello and held are the Hello and
+// the descriptors that came with it if another process has received them, else nil. It returns true
+// if the Server is frozen and keeps the connection.
+func (s *Server) serveConn(conn *ipc.Conn, l *ipc.Listener, hello []byte, held []int) (kept bool) {
 	peer := conn.Peer()
 	log := s.log.With(zap.Int("pid", int(peer.PID)), zap.Int("uid", int(peer.UID)))
-	ses, err := s.handshake(conn, l)
-	if ses != nil {
+	var err error
+	if hello == nil {
+		hello, held, err = s.receiveHello(conn)
+	}
+	if err == nil {
+		if err = s.beginHandshake(); errors.Is(err, errFrozen) {
+			hello = bytes.Clone(hello) // it lies in the connection's buffer
+		}
+	}
+	if errors.Is(err, errFrozen) {
+		s.park(parked{conn: conn, hello: hello, held: held})
+		return true
+	}
+	var ses *session
+	if err == nil {
+		ses, err = s.handshake(conn, l, hello, held)
+		s.endHandshake()
+	}
+	if ses != nil && err != nil {
 		defer s.leave(ses)
 	}
 	if err != nil {
@@ -114,39 +138,55 @@ func (s *Server) serveConn(conn *ipc.Conn, l *ipc.Listener) {
 			if err := conn.Send(r.Append(nil)); err != nil {
 				log.Debug("refusal not delivered", zap.Error(err))
 			}
-			return
+			return false
 		}
 		s.count.fail(KindHandshake)
 		log.Debug("a client left during its handshake", zap.Error(err))
-		return
+		return false
 	}
 	ses.log.Info("session opened")
 	if ses.role == wire.RoleWorker {
 		ses.makeRoom(1)
 	}
-	err = ses.run()
+	return ses.finish(ses.run())
+}
+
+// finish ends a session whose messages are no longer received, or parks it if the Server is frozen.
+func (ses *session) finish(err error) (kept bool) {
+	if errors.Is(err, errFrozen) {
+		ses.server.park(parked{conn: ses.conn, ses: ses})
+		return true
+	}
 	if ses.feed != nil {
 		ses.feed.Close()
 	}
-	s.linger(ses, err)
-	ses.log.Info("session ended", zap.Error(err),
-		zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
+	ses.server.linger(ses, err)
+	return ses.over(err)
 }
 
-// handshake receives the Hello and replies to it. The caller must end the session with leave if it
-// is not nil, also if there is an error. It must send the error to the client if it is a *refusal.
-func (s *Server) handshake(conn *ipc.Conn, l *ipc.Listener) (*session, error) {
-	if err := conn.SetRecvDeadline(time.Now().Add(handshakePatience)); err != nil {
-		return nil, err
+// over ends a session that no longer lingers, or parks it if it still does and the Server is
+// frozen.
+func (ses *session) over(err error) (kept bool) {
+	s := ses.server
+	s.mu.Lock()
+	_, lingers := s.lingering[ses]
+	s.mu.Unlock()
+	if lingers && s.mode.Load() == modeFrozen && ses.conn.GiveUp(err) {
+		s.park(parked{conn: ses.conn, ses: ses})
+		return true
 	}
-	b, held, err := conn.RecvFDs(nil)
-	if err != nil {
-		return nil, err
-	}
+	ses.log.Info("session ended", zap.Error(err),
+		zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
+	s.leave(ses)
+	return false
+}
+
+// handshake replies to the Hello b, with which the descriptors held came. It owns these. The caller
+// must end the session with leave if it is not nil, also if there is an error. It must send the
+// error to the client if it is a *refusal.
+func (s *Server) handshake(conn *ipc.Conn, l *ipc.Listener, b []byte, held []int) (*session,
+	error) {
 	defer func() { closeAll(held) }()
-	if err := conn.SetRecvDeadline(time.Time{}); err != nil {
-		return nil, err
-	}
 	var h wire.Hello
 	if err := h.Decode(b, &s.limits); err != nil {
 		var v *wire.VersionError
@@ -255,8 +295,8 @@ func (ses *session) push(message []byte, fds ...int) error {
 func (ses *session) run() error {
 	for {
 		b, err := ses.conn.Recv()
-		if ses.room != nil && errors.Is(err, os.ErrDeadlineExceeded) {
-			if err = ses.resumeStores(); err == nil {
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			if err = ses.interrupted(); err == nil {
 				continue
 			}
 		}
@@ -266,19 +306,33 @@ func (ses *session) run() error {
 			}
 			return err
 		}
-		ses.heard.Store(handling)
-		reply, err := ses.handle(b)
-		ses.hear()
-		if reply != nil {
-			if err := ses.reply(reply); err != nil {
+		if len(ses.held) > 0 && ses.server.mode.Load() == modeServing {
+			b = bytes.Clone(b) // it comes after those, which use the same buffers
+			if err := ses.replay(); err != nil {
 				return err
 			}
 		}
-		if err != nil {
-			ses.server.count.fail(KindMalformed)
+		if err := ses.respond(b); err != nil {
 			return err
 		}
 	}
+}
+
+// respond handles a message and sends the reply, if there is one now. An error must end the
+// session.
+func (ses *session) respond(b []byte) error {
+	ses.heard.Store(handling)
+	reply, err := ses.handle(b)
+	ses.hear()
+	if reply != nil {
+		if err := ses.reply(reply); err != nil {
+			return err
+		}
+	}
+	if err != nil {
+		ses.server.count.fail(KindMalformed)
+	}
+	return err
 }
 
 // reply sends a reply. An error must end the session.
@@ -311,7 +365,7 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 		if err := m.clear.Decode(b, lim); err != nil {
 			return nil, err
 		}
-		return ses.clearSpace(), nil
+		return ses.clearNowOrLater(b), nil
 	case t == wire.TypeReadEvents:
 		if err := m.readEvents.Decode(b, lim); err != nil {
 			return nil, err
@@ -327,7 +381,7 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 		if err := m.prepareStore.Decode(b, lim); err != nil {
 			return nil, err
 		}
-		return ses.prepareStore(b), nil
+		return ses.prepareNowOrLater(b), nil
 	case t == wire.TypeCommitStore && worker:
 		if err := m.commit.Decode(b, lim); err != nil {
 			return nil, err
@@ -353,7 +407,7 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 		if err := m.release.Decode(b, lim); err != nil {
 			return nil, err
 		}
-		ses.release()
+		ses.releaseNowOrLater(b)
 		return nil, nil
 	case t == wire.TypeRegionUnmapped && worker:
 		if err := m.unmapped.Decode(b, lim); err != nil {

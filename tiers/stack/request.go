@@ -299,3 +299,31 @@ func (s *Stack) RemoveOwner(o engine.Owner) {
 	}
 	s.engine.RemoveOwner(o)
 }
+
+// Settle ends the requests under way: it waits for them, at most for patience, and then has each
+// answered with what has arrived. It returns when the askers have their answers. Requests that
+// begin meanwhile are treated alike, so nobody should begin any.
+func (s *Stack) Settle(patience time.Duration) {
+	for end := time.Now().Add(patience); ; time.Sleep(settlePoll) {
+		s.mu.Lock()
+		left := len(s.pending)
+		if now := time.Now(); left > 0 && now.After(end) {
+			// Each deadline becomes the earlier of two, so the heap keeps its order.
+			for _, r := range s.deadlines {
+				if r.state.deadline.After(now) {
+					r.state.deadline = now
+				}
+			}
+			s.due = true
+		}
+		closed := s.closed
+		s.unlockAndWake()
+		if left == 0 || closed {
+			s.deliver()
+			return
+		}
+	}
+}
+
+// settlePoll is how often Settle looks.
+const settlePoll = 500 * time.Microsecond
