@@ -118,6 +118,20 @@ func (p *peers) close() error {
 	return p.peer.Close()
 }
 
+// lend reports whether other sidecars may lend something.
+func (p *peers) lend() bool { return p != nil && len(p.peer.Status().Lenders) > 0 }
+
+// nextRegion returns the next number for a region of another sidecar, or 0 if nothing is shared.
+// Workers never see a number twice, also not from the process that takes over.
+func (p *peers) nextRegion() uint32 {
+	if p == nil {
+		return 0
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.next
+}
+
 // onRegion has workers map a region of another sidecar.
 func (p *peers) onRegion(r peer.Region) error {
 	p.mu.Lock()

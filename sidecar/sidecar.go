@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -61,6 +62,16 @@ type Daemon struct {
 
 	operations *admin.Operations // what operators may do
 
+	// Handing over to another process: see handover.go.
+	handovers      *ipc.HandoverListener
+	handoversEnded chan struct{} // closed when handovers is no longer used; nil: it never was
+	handing        chan struct{} // cap 1: has a token during a handover, and during Shutdown
+	leaving        atomic.Bool   // a handover has no way back
+	given          atomic.Bool   // clients and sockets are another process's
+
+	handovering context.Context // of a handover that can still be given up
+	endHandover context.CancelFunc
+
 	background context.Context    // ends when the daemon does
 	stop       context.CancelFunc // ends the background goroutines
 	wg         sync.WaitGroup     // of the background goroutines
@@ -75,6 +86,8 @@ type Origin struct {
 	Manager systemd.Manager
 	// Inherited are descriptors of memory that the manager has kept. Start owns them.
 	Inherited []int
+	// Takeover is what the sidecar before has handed over. Start owns it. Nil: nothing.
+	Takeover *Takeover
 	// Serving is called once clients can connect, before the arena's memory is there. May be nil.
 	Serving func()
 }
@@ -90,7 +103,13 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 	background, stop := context.WithCancel(context.Background())
 	d := &Daemon{cfg: cfg, log: log, start: time.Now(),
 		done: make(chan error, 1), restored: make(chan struct{}), background: background,
-		stop: stop, origin: origin}
+		stop: stop, origin: origin, handing: make(chan struct{}, 1)}
+	d.handovering, d.endHandover = context.WithCancel(background)
+	take := origin.Takeover
+	if take != nil {
+		d.generation = take.memory.Generation
+		defer take.Close()
+	}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.close())
@@ -108,17 +127,33 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 		return nil, err
 	}
 	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers")}
-	if d.onDAX != nil {
-		// What is on the devices may be granted at once, so it is announced before clients come.
+	early := d.onDAX != nil || take != nil
+	if early {
+		// What is on the devices, or was handed over, may be granted at once, so it is announced
+		// before clients come.
 		if err = d.arena.Start(ctx, announce); err != nil {
 			return nil, err
 		}
 	}
-	if err = d.openSockets(metrics); err != nil {
+	if err = d.openEvents(); err != nil {
 		return nil, err
 	}
+	if take == nil {
+		err = d.openLookups()
+	} else {
+		err = d.finishTakeover(ctx, take, announce)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err = d.openAdmin(metrics); err != nil {
+		return nil, err
+	}
+	if take != nil {
+		take.pins(d.operations)
+	}
 	d.serve()
-	if d.onDAX == nil {
+	if !early {
 		// Memory takes long to make. Clients that connect meanwhile find and store nothing.
 		if err = d.arena.Start(ctx, announce); err != nil {
 			return nil, err
@@ -131,6 +166,12 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 		return nil, err
 	}
 	d.wg.Go(func() { d.arena.Run(d.background, announce) })
+	// Last: what is handed over must be complete.
+	if d.handovers, err = d.listener.ListenHandover(); err != nil {
+		return nil, err
+	}
+	d.handoversEnded = make(chan struct{})
+	go d.serveHandovers()
 	return d, nil
 }
 
@@ -167,9 +208,23 @@ func (d *Daemon) openMemory() (err error) {
 	if cfg.Events.Endpoint != "" {
 		eventFDs = ipc.EventFDs
 	}
-	if d.listener, err = ipc.Listen(cfg.Runtime.Dir, ipc.Options{MaxSessions: cfg.Sessions.Limit,
-		OtherFDs: eventFDs, Log: d.log.Named("ipc")}); err != nil {
+	opt := ipc.Options{MaxSessions: cfg.Sessions.Limit, OtherFDs: eventFDs,
+		Log: d.log.Named("ipc")}
+	if d.origin.Takeover == nil {
+		d.listener, err = ipc.Listen(cfg.Runtime.Dir, opt)
+	} else {
+		d.listener, err = d.origin.Takeover.listen(cfg.Runtime.Dir, opt)
+	}
+	if err != nil {
 		return err
+	}
+	inherited, trusted := d.origin.Inherited, false
+	if take := d.origin.Takeover; take != nil {
+		regions, err := take.regions()
+		if err != nil {
+			return err
+		}
+		inherited, trusted = append(inherited, regions...), true
 	}
 	if d.arena, err = arena.New(arena.Options{ArenaConfig: cfg.Arena,
 		Directory: filepath.Join(d.listener.Dir(), directoryName), Claims: d.listener,
@@ -177,7 +232,7 @@ func (d *Daemon) openMemory() (err error) {
 			return checkMemory(cfg, kind, bytes)
 		},
 		ReserveBytes: func() int64 { return reserve(cfg) }, Log: d.log.Named("arena"),
-		Inherited: d.origin.Inherited, Hold: d.origin.Manager,
+		Inherited: inherited, Trusted: trusted, Hold: d.origin.Manager,
 	}); err != nil {
 		return err
 	}
@@ -258,7 +313,7 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 		ExtraFields:   lossyFields(cfg.Tiers),
 		ObserveLookup: metrics.ObserveLookup,
 		OnHeld:        d.arena.Offer,
-		Preparing:     d.onDAX == nil,
+		Preparing:     d.onDAX == nil && d.origin.Takeover == nil,
 	}
 	if d.onDAX != nil {
 		pool := d.onDAX.Pool()
@@ -283,11 +338,14 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 	if d.peers == nil {
 		return nil
 	}
+	if take := d.origin.Takeover; take != nil && take.memory.PeerRegion != 0 {
+		d.peers.next = take.memory.PeerRegion
+	}
 	return d.peers.start(cfg, d.shares.hints, d.generation, d.engine, d.stack, d.server)
 }
 
-// openSockets opens the sockets of clients, subscribers and operators, except those of sessions.
-func (d *Daemon) openSockets(metrics *admin.Metrics) (err error) {
+// openLookups opens the lookup sockets.
+func (d *Daemon) openLookups() (err error) {
 	cfg := &d.cfg
 	if d.lookups, err = ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
 		Limits:           d.server.Limits(),
@@ -299,13 +357,25 @@ func (d *Daemon) openSockets(metrics *admin.Metrics) (err error) {
 		return err
 	}
 	d.server.SetLookupSockets(d.lookups)
-	if cfg.Events.Endpoint != "" {
-		if d.events, err = newEvents(cfg.Events, d.engine, d.server.SpaceFields,
-			d.log.Named("events")); err != nil {
-			return err
-		}
-		d.wg.Go(func() { d.events.run(d.background) })
+	return nil
+}
+
+// openEvents opens the sockets of subscribers.
+func (d *Daemon) openEvents() (err error) {
+	if d.cfg.Events.Endpoint == "" {
+		return nil
 	}
+	if d.events, err = newEvents(d.cfg.Events, d.engine, d.server.SpaceFields,
+		d.log.Named("events")); err != nil {
+		return err
+	}
+	ev := d.events
+	d.wg.Go(func() { ev.run(d.background) })
+	return nil
+}
+
+// openAdmin opens the sockets of operators.
+func (d *Daemon) openAdmin(metrics *admin.Metrics) (err error) {
 	d.operations = admin.New(d.parts())
 	d.admin, err = admin.Start(d.operations, metrics, d.listener.Dir(), d.log.Named("admin"))
 	return err
@@ -342,6 +412,15 @@ func (d *Daemon) finish(err error) {
 // everything. ctx bounds both waits. A second call returns the first call's error.
 func (d *Daemon) Shutdown(ctx context.Context) error {
 	d.stopOnce.Do(func() {
+		// A handover is given up, or ends.
+		d.endHandover()
+		d.handing <- struct{}{}
+		defer func() { <-d.handing }()
+		if d.leaving.Load() { // nothing is under way here
+			d.stopErr = d.close()
+			d.log.Info("closed")
+			return
+		}
 		d.control.SetState(dax.StateDraining)
 		if err := d.origin.Manager.Stopping(); err != nil {
 			d.log.Warn("the service manager does not learn that this sidecar ends", zap.Error(err))
@@ -370,10 +449,17 @@ func (d *Daemon) Shutdown(ctx context.Context) error {
 // close ends everything that was started, in the opposite order.
 func (d *Daemon) close() error {
 	var errs []error
-	if d.control != nil {
+	given := d.given.Load()
+	if d.control != nil && !given {
 		d.control.SetState(dax.StateClosed)
 	}
+	if d.handovers != nil {
+		errs = append(errs, d.handovers.Close())
+	}
 	d.stop()
+	if d.handoversEnded != nil {
+		<-d.handoversEnded
+	}
 	d.wg.Wait()
 	if d.server != nil {
 		d.server.Close()
@@ -397,6 +483,10 @@ func (d *Daemon) close() error {
 	}
 	if d.arena != nil {
 		errs = append(errs, d.arena.Close())
+	}
+	if given {
+		// Clients and their socket are the other process's.
+		return errors.Join(append(errs, d.control.Leave(), d.listener.Leave())...)
 	}
 	if d.control != nil {
 		errs = append(errs, d.control.Close())

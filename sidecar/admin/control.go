@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -155,6 +156,23 @@ func (o *Operations) Pins() []PinStatus {
 			strings.Compare(a.Pin, b.Pin))
 	})
 	return out
+}
+
+// AdoptPins takes over the pins of the process before, whose leases the engine has taken over.
+// Those that it does not have are left out.
+func (o *Operations) AdoptPins(pins []PinStatus) {
+	o.pins.mu.Lock()
+	defer o.pins.mu.Unlock()
+	for _, p := range pins {
+		handle, err := strconv.ParseUint(p.Pin, 16, 64)
+		if err != nil || len(o.pins.list) >= maxPins || !o.Engine.Pinned(handle) {
+			continue
+		}
+		if o.pins.list == nil {
+			o.pins.list = make(map[uint64]PinStatus)
+		}
+		o.pins.list[handle] = p
+	}
 }
 
 // Unpin ends one pin, or all.

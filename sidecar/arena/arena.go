@@ -51,6 +51,10 @@ type Arena interface {
 	// before the server accepts clients. Any other may wait for clients to give memory back, at
 	// most until ctx is done, and must be started after that.
 	Start(ctx context.Context, workers Workers) error
+	// Reuse lets memory that was taken over from a living process be written to, as far as nobody
+	// else may copy there. Call it once the engine has the leases of that process. Run does it for
+	// the rest.
+	Reuse(workers Workers)
 	// Run does the background work until ctx is done.
 	Run(ctx context.Context, workers Workers)
 	// Flush waits until committed chunks would outlive the process, as far as the arena can ensure

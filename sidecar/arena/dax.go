@@ -191,6 +191,9 @@ func (a *DAX) Start(_ context.Context, workers Workers) error {
 	return nil
 }
 
+// Reuse implements Arena.
+func (a *DAX) Reuse(Workers) {}
+
 // Run implements Arena.
 func (a *DAX) Run(ctx context.Context, workers Workers) {
 	var drains sync.WaitGroup

@@ -261,10 +261,9 @@ func (a *memory) undrain(workers Workers) bool {
 	if len(drained) == 0 {
 		return true
 	}
-	if !a.Trusted {
-		if held, err := a.Claims.Claims(a.Generation()); held || err != nil {
-			return false
-		}
+	// A process that hands over has passed its generation on, so its own workers do not count.
+	if held, err := a.Claims.Claims(a.Generation()); held || err != nil {
+		return false
 	}
 	for _, id := range drained {
 		r := a.region(id)

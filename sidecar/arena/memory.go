@@ -344,6 +344,9 @@ func (a *memory) enter(id uint32, r *dax.Region) {
 	}
 }
 
+// Reuse implements Arena.
+func (a *memory) Reuse(workers Workers) { a.undrain(workers) }
+
 // Run grows the arena when it is short of room, and publishes its usage, until ctx is done. The
 // arena is short of room in three cases: its fill passes growAt; a geometry without a region
 // waits for one; or chunks were evicted or refused for lack of room below arena.limit, as when one

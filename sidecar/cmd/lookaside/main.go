@@ -28,7 +28,8 @@ func main() {
 // These are the exit codes of failed commands. docs/operations.md lists them too.
 const (
 	exitFailure  = 1
-	exitOwned    = 75 // EX_TEMPFAIL: another sidecar has the directory
+	exitNone     = 69 // EX_UNAVAILABLE: there is no sidecar to take over from
+	exitOwned    = 75 // EX_TEMPFAIL: another sidecar has the directory, and goes on
 	exitSettings = 78 // EX_CONFIG: the sidecar cannot start on this host with these settings
 )
 

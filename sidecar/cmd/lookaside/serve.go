@@ -27,8 +27,8 @@ import (
 
 func newServe() *cobra.Command {
 	var (
-		background, helpAll bool
-		readyFD             int
+		background, helpAll, takeOver bool
+		readyFD                       int
 	)
 	cmd := &cobra.Command{
 		Use:   "serve",
@@ -41,8 +41,16 @@ the others. docs/configuration.md has them all as well.
 
 The first Ctrl-C, SIGTERM or SIGHUP drains: no new sessions, stores and loads under way may
 finish, what waits for the tiers is written. Another one leaves at once; within the first second
-it does not count.`,
-		Example: "  lookaside serve --arena-limit 64G\n  lookaside serve --arena-limit 64G --disk /mnt/nvme0/kv:800G --redis redis://cache.internal",
+it does not count.
+
+With --takeover it takes over from the sidecar that serves in the directory, under traffic: that
+one lets open stores end, passes on its memory, its sockets and all that clients hold, and exits.
+vLLM notices nothing: no session ends, what was stored hits, and lookups wait some milliseconds.
+So a sidecar is upgraded, or gets other settings. It must be given the settings of the sidecar
+that serves, except those that are to change. What it could not take is refused before the other
+sidecar is disturbed; it then goes on serving, and the exit code is 75. The exit code is 69 if no
+sidecar serves there. docs/operations.md says which releases can follow each other.`,
+		Example: "  lookaside serve --arena-limit 64G\n  lookaside serve --arena-limit 64G --disk /mnt/nvme0/kv:800G --redis redis://cache.internal\n  lookaside serve --arena-limit 96G --takeover --detach",
 		Args:    noValues,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if helpAll {
@@ -52,13 +60,13 @@ it does not count.`,
 				return detach(cmd, os.Args[1:])
 			}
 			if readyFD < 0 {
-				return runServe(cmd, os.Stderr, func(error) {})
+				return runServe(cmd, os.Stderr, takeOver, func(error) {})
 			}
 			report, err := reportTo(readyFD)
 			if err != nil {
 				return err
 			}
-			err = runServe(cmd, nil, report)
+			err = runServe(cmd, nil, takeOver, report)
 			report(cmp.Or(err, errInterrupted)) // no effect if it has served
 			return err
 		},
@@ -66,6 +74,8 @@ it does not count.`,
 	cmd.Flags().BoolVar(&background, detachFlag, false,
 		"start in the background, and return when it serves: the log is "+sidecar.LogName+
 			" in the directory")
+	cmd.Flags().BoolVar(&takeOver, takeOverFlag, false,
+		"take over from the sidecar that serves in the directory, without its clients noticing")
 	cmd.Flags().IntVar(&readyFD, readyFlag, -1, "`descriptor` to report to")
 	_ = cmd.Flags().MarkHidden(readyFlag)
 	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
@@ -100,6 +110,9 @@ func showOnly(fs *pflag.FlagSet, names []string) {
 	})
 }
 
+// takeOverFlag is the flag to take over from the sidecar that serves.
+const takeOverFlag = "takeover"
+
 // noValues refuses arguments. An argument is usually meant as the value of a flag that is true or
 // false.
 func noValues(cmd *cobra.Command, args []string) error {
@@ -123,7 +136,7 @@ const secondSignalAfter = time.Second
 // runServe runs the sidecar that the flags and the environment describe. It logs to w. If w is nil,
 // it logs to a file of its own, which also becomes standard error. It calls report when the sidecar
 // serves; an error before that is returned, not reported.
-func runServe(cmd *cobra.Command, w io.Writer, report func(error)) error {
+func runServe(cmd *cobra.Command, w io.Writer, takeOver bool, report func(error)) error {
 	cfg, err := settings.Load(cmd.Flags(), os.Environ())
 	if err != nil {
 		return coded{exitSettings, err}
@@ -138,11 +151,11 @@ func runServe(cmd *cobra.Command, w io.Writer, report func(error)) error {
 	}
 	log := sidecar.NewLogger(cfg.Log, w)
 	defer func() { _ = log.Sync() }() // standard error may refuse fsync, which loses nothing
-	return serve(cfg, log, report)
+	return serve(cfg, log, takeOver, report)
 }
 
 // serve runs one sidecar from its start to the end of its drain.
-func serve(cfg settings.Config, log *zap.Logger, report func(error)) error {
+func serve(cfg settings.Config, log *zap.Logger, takeOver bool, report func(error)) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
 	if !signal.Ignored(syscall.SIGHUP) { // nohup ignores it
@@ -165,8 +178,14 @@ func serve(cfg settings.Config, log *zap.Logger, report func(error)) error {
 		os.Exit(128 + int(second.(syscall.Signal)))
 	}()
 
-	d, err := sidecar.Start(ctx, cfg, log, sidecar.Origin{Manager: systemd.Find(),
-		Inherited: systemd.Inherited()})
+	origin := sidecar.Origin{Manager: systemd.Find(), Inherited: systemd.Inherited()}
+	if takeOver {
+		var err error
+		if origin.Takeover, err = sidecar.TakeOver(ctx, &cfg, log); err != nil {
+			return coded{exitCode(err), err}
+		}
+	}
+	d, err := sidecar.Start(ctx, cfg, log, origin)
 	if err != nil {
 		if errors.Is(context.Cause(ctx), errInterrupted) {
 			return nil
@@ -203,9 +222,12 @@ func awaitSecond(signals <-chan os.Signal) os.Signal {
 // exitCode returns the exit code of a failed start.
 func exitCode(err error) int {
 	var owned *ipc.OwnedError
+	var refused *sidecar.RefusedError
 	switch {
-	case errors.As(err, &owned):
+	case errors.As(err, &owned), errors.As(err, &refused):
 		return exitOwned
+	case errors.Is(err, sidecar.ErrNoSidecar):
+		return exitNone
 	case errors.Is(err, dax.ErrTooLarge):
 		return exitSettings
 	}
