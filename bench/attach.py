@@ -25,6 +25,7 @@ from lookaside import wire
 from lookaside.endpoint import EndpointError, open_endpoint
 from lookaside.handshake import SessionOptions
 from lookaside.mapping import map_region, populate, unmap
+from lookaside.mappings import Mappings
 from lookaside.regions import RegionSet
 from lookaside.session import Session, Subscriber
 
@@ -41,7 +42,8 @@ class Mapper(Subscriber):
     """Maps what a session hands over, as the worker role does."""
 
     def __init__(self) -> None:
-        self.regions = RegionSet()
+        self.mappings = Mappings()
+        self.regions = RegionSet(self.mappings)
         self.kind = ""
 
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
@@ -57,6 +59,7 @@ class Mapper(Subscriber):
 
     def on_lost(self, session: Session) -> None:
         self.regions.close()
+        self.mappings.close()
 
 
 def connect(endpoint: str, engine_id: str) -> tuple[Session, Mapper, float]:

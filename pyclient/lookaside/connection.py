@@ -116,9 +116,11 @@ class Connection:
         lock: threading.Lock,
         wakeup: Wakeup,
         log: RateLimitedLog,
+        held: Callable[[], list[int]],
     ) -> None:
         """Connect to the sidecar's socket. Raises EndpointError."""
         self._options = options
+        self._held = held
         self._audience = audience
         self._wakeup = wakeup
         self._log = log
@@ -254,7 +256,11 @@ class Connection:
         """Perform the handshake until all regions are mapped. The caller then sets connected."""
         assert self.line is not None
         deadline = time.monotonic() + _CONNECT_PATIENCE_S
-        greet(self.line, self._options)
+        held = self._held()
+        try:
+            greet(self.line, self._options, held)
+        finally:
+            close_all(held)
         answer, fds = self._receive_by(deadline)
         welcome, control = welcomed(answer, fds, self._options)
         with self._lock:
@@ -373,7 +379,9 @@ class Connection:
         finally:
             close_all(fds)
         with self._lock:
-            old, self._control = self._control, control
+            if self._control is not None:
+                self._control.close()
+            self._control = control
             if control.generation != message.generation:
                 raise HandshakeError("control region and Moved are of different sidecar runs")
             assert self.welcome is not None
@@ -383,8 +391,6 @@ class Connection:
                 lookup_endpoint=message.lookup_endpoint,
                 reply_endpoint=message.reply_endpoint,
             )
-            if old is not None:
-                old.close()
 
     def _answer(self, message: Any) -> None:
         """Give a reply to who waits for its request, or to the request's on_late."""

@@ -56,7 +56,7 @@ def map_region(
     file must hold all that is mapped: a shorter one would make later copies fail of SIGBUS. Raises
     RegionError.
     """
-    _check_place(fd, size, offset, page_size)
+    check_place(fd, size, offset, page_size)
     align = max(page_size, _HUGE if huge else 0)
     protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
     if align <= mmap.PAGESIZE:
@@ -93,7 +93,7 @@ def unmap(address: int, size: int) -> None:
     _libc.munmap(address, size)
 
 
-def _check_place(fd: int, size: int, offset: int, page_size: int) -> None:
+def check_place(fd: int, size: int, offset: int, page_size: int) -> None:
     """Raise RegionError for a place that cannot be mapped, or that the file does not have."""
     if size <= 0 or size % mmap.PAGESIZE:
         raise RegionError(f"region size {size} is not a positive multiple of the page")

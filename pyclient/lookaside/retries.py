@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from lookaside.endpoint import EndpointAbsent, EndpointError
@@ -14,6 +15,11 @@ from lookaside.ratelog import RateLimitedLog
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")
 
+# A sidecar that is restarted is back within a second: no token has to wait for us to notice. So for
+# a while after a session that was more than a moment, attempts come often.
+_EAGER_FOR_S = 5.0
+_EAGER_PAUSE_S = 0.02
+_EAGER_AFTER_S = 1.0
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_LAST_S = 1.0
 _REFUSED_BACKOFF_S = 5.0
@@ -30,16 +36,31 @@ class Retries:
         self._log = log
         self._on_absent = on_absent
         self._backoff = _BACKOFF_FIRST_S
+        self._connected_at: float | None = None  # None without a session
+        self._eager_until = float("-inf")
 
     def note_connected(self) -> None:
         """Note a success: the next pause is short again."""
         self._backoff = _BACKOFF_FIRST_S
+        self._connected_at = time.monotonic()
 
     def pause_s(self, error: Exception | None) -> float:
         """Log why an attempt or its session has ended; return how long to pause.
 
         error is None if it was ended on our side.
         """
+        now = time.monotonic()
+        if self._connected_at is not None and now - self._connected_at >= _EAGER_AFTER_S:
+            self._eager_until = now + _EAGER_FOR_S
+        self._connected_at = None
+        pause_s = self._growing_pause_s(error)
+        if now < self._eager_until and _may_pass_soon(error):
+            self._backoff = _BACKOFF_FIRST_S
+            return _EAGER_PAUSE_S
+        return pause_s
+
+    def _growing_pause_s(self, error: Exception | None) -> float:
+        """Log why an attempt or its session has ended; return the pause of one of many."""
         backoff = self._backoff
         self._backoff = min(backoff * 2, _BACKOFF_LAST_S)
         if error is None:
@@ -77,3 +98,12 @@ class Retries:
             error,
         )
         return backoff if code in ("busy", "draining") else _REFUSED_BACKOFF_S
+
+
+def _may_pass_soon(error: Exception | None) -> bool:
+    """Report whether an attempt may have ended because the sidecar is being replaced."""
+    if isinstance(error, RefusedError):
+        return error.refusal.code == "no_worker"
+    if isinstance(error, EndpointError):
+        return isinstance(error, EndpointAbsent)
+    return isinstance(error, HandshakeError | OSError)

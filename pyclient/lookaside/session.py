@@ -4,8 +4,9 @@ A Session owns one daemon thread, which alone connects, reads and reconnects. Al
 send. connection.py has the requests, their deadlines and what makes a session suspect.
 
 **The end.** The socket closes when the sidecar dies. Then every Pending ends without a reply, the
-subscribers are told, and the thread connects anew, forever, with a growing pause. Grants, leases
-and addresses of the old session are void from then on; is_current reports this.
+subscribers are told, and the thread connects anew, forever: at once and often in the first seconds,
+then with a growing pause. Grants and leases of the old session are void from then on; is_current
+reports this.
 
 **Holds.** When our side of the socket closes, the sidecar may give what it granted to this process
 to others. So whoever lets bytes move in the arena holds the socket (Session.hold). It closes when
@@ -41,6 +42,10 @@ from lookaside.wakeup import Wakeup
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")
 
+# How long what a session leaves is kept without another session. A sidecar that was stopped on
+# purpose frees its memory, and workers must not have it for ever.
+_KEEP_S = 300.0
+
 
 class Subscriber:
     """What is told of a session's life, always on the session's thread.
@@ -63,6 +68,12 @@ class Subscriber:
 
     def on_lost(self, session: Session) -> None:
         """The session that on_connected announced is over."""
+
+    def on_given_up(self, session: Session) -> None:
+        """There has been no session for so long that what the last one left is not worth keeping.
+
+        Called once between two connections. The thread goes on connecting.
+        """
 
 
 class _Subscribers:
@@ -116,11 +127,20 @@ class _Subscribers:
         with self._lock:
             self._newcomers.clear()
         lost, self._greeted = self._greeted, []
-        for subscriber in lost:
+        self._tell(lost, "on_lost")
+
+    def note_given_up(self) -> None:
+        """Tell everybody that nothing of the last session is kept any more."""
+        with self._lock:
+            everybody = list(self._all)
+        self._tell(everybody, "on_given_up")
+
+    def _tell(self, whom: list[Subscriber], what: str) -> None:
+        for subscriber in whom:
             try:
-                subscriber.on_lost(self._session)
+                getattr(subscriber, what)(self._session)
             except Exception:
-                self._log.warning("on_lost", "a subscriber failed", exc_info=True)
+                self._log.warning(what, "a subscriber failed", exc_info=True)
 
 
 class Session:
@@ -134,12 +154,16 @@ class Session:
         self,
         options: SessionOptions,
         on_absent: Callable[[], None] | None = None,
+        held: Callable[[], list[int]] = list,
     ) -> None:
         """on_absent is called on the session's thread, in place of a warning, each time nothing
-        listens."""
+        listens. held returns the descriptors to send with a Hello, which the session closes."""
         self.options = options
+        self._held = held
         self._log = RateLimitedLog(logger)
-        self._retries = Retries(options.endpoint, self._log, on_absent)  # the thread's own
+        # The thread's own.
+        self._retries = Retries(options.endpoint, self._log, on_absent)
+        self._lost_at: float | None = None  # since when there is no session that was there before
         self._wakeup = Wakeup()
         # Written by start and close, on whatever thread.
         self._thread: threading.Thread | None = None
@@ -319,6 +343,7 @@ class Session:
         while not self._wakeup.ended:
             pause_s = self._attempt()
             self._settled.set()
+            self._give_up_if_late()
             self._pause(pause_s)
         self._end_claims()
         self._settled.set()
@@ -327,6 +352,7 @@ class Session:
         """Connect and serve once; return how long to pause before the next attempt."""
         try:
             connection = self._connect()
+            self._lost_at = None
             self._retries.note_connected()
             self._settled.set()
             connection.serve()
@@ -342,7 +368,9 @@ class Session:
     def _connect(self) -> Connection:
         """Connect, and perform the handshake until all regions are mapped."""
         options = self.options
-        connection = Connection(options, self._subscribers, self._lock, self._wakeup, self._log)
+        connection = Connection(
+            options, self._subscribers, self._lock, self._wakeup, self._log, self._held
+        )
         with self._lock:
             assert connection.line is not None
             self._connection = connection
@@ -372,6 +400,13 @@ class Session:
         with self._lock:
             self._lines = tuple(each for each in self._lines if each.is_open)
 
+    def _give_up_if_late(self) -> None:
+        """Keep nothing of the last session if that ended long ago."""
+        if self._lost_at is not None and time.monotonic() - self._lost_at >= _KEEP_S:
+            self._lost_at = None
+            self._subscribers.note_given_up()
+            self._end_claims()
+
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         poller = select.poll()
@@ -385,6 +420,8 @@ class Session:
 
     def _drop(self) -> None:
         """End the connection, and tell everybody who was told of it."""
+        if self._up.is_set() and self._lost_at is None:
+            self._lost_at = time.monotonic()
         self._up.clear()
         if self._connection is not None:
             self._connection.end()

@@ -1,8 +1,10 @@
-"""Mapping what the sidecar hands over, and letting go of it only when nobody copies."""
+"""Mapping what the sidecar hands over, keeping it, and unmapping it only when nobody copies."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import os
 import random
 import struct
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from lookaside.control import Control
 from lookaside.mapping import RegionError, map_region, populate, unmap
+from lookaside.mappings import Attachable, Mappings
 from lookaside.regions import Hold, RegionSet
 from peer import until
 
@@ -38,6 +41,20 @@ def flags_of(address: int) -> list[str]:
             elif here and line.startswith("VmFlags:"):
                 return line.split()[1:]
     return []
+
+
+def unkept(
+    device: Attachable | None = None, on_idle: Callable[[], None] | None = None
+) -> RegionSet:
+    """A set whose mappings end with it."""
+    mappings = Mappings(device)
+    mappings.close()
+    return RegionSet(mappings, on_idle)
+
+
+def unmapped(regions: RegionSet) -> bool:
+    """Wait for the end of a closed set and of its mappings."""
+    return regions.wait_idle(30) and regions._mappings.wait_unmapped(30)
 
 
 def held(regions: RegionSet) -> Hold:
@@ -188,7 +205,7 @@ def test_filling_the_tables_of_a_file_leaves_it_clean(tmp_path: Path) -> None:
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.write(file, bytes(SIZE))
     os.fsync(file)
-    regions = RegionSet()
+    regions = unkept()
     regions.add(0, file, SIZE, huge=False, background=False, write=False)
     hold = held(regions)
     address = hold.locate(0, 0, SIZE, 0)
@@ -204,7 +221,7 @@ def test_a_region_for_reading_is_not_written(fd: int, huge: bool) -> None:
     """Another sidecar's comes with an fd that allows no more."""
     os.pwrite(fd, b"theirs", SIZE - 6)
     device = Device()
-    regions = RegionSet(device)
+    regions = unkept(device)
     only_reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     with pytest.raises(RegionError):
         regions.add(0, only_reading, SIZE, huge=huge, background=False)
@@ -226,7 +243,7 @@ def test_a_region_for_reading_is_not_written(fd: int, huge: bool) -> None:
 
 
 def test_locate_stays_inside(fd: int) -> None:
-    regions = RegionSet()
+    regions = unkept()
     regions.add(7, fd, SIZE, huge=False, background=False)
     hold = held(regions)
     base = hold.locate(7, 0, SIZE, 0)
@@ -244,21 +261,21 @@ def test_locate_stays_inside(fd: int) -> None:
 
 def test_closed_set_keeps_its_mappings_until_the_last_hold(fd: int) -> None:
     device = Device()
-    regions = RegionSet(device)
+    regions = unkept(device)
     regions.add(0, fd, SIZE, huge=False, background=False)
     assert len(device.attached) == 1
     first, second = held(regions), held(regions)
     address = first.locate(0, 0, 1, 0)
     regions.close()
     assert regions.acquire() is None
-    assert not regions.wait_unmapped(0)
+    assert not regions.wait_idle(0)
     first.release()
     assert flags_of(address), "a hold that has located nothing yet may"
     assert second.locate(0, 0, 1, 0) == address
     ctypes.memmove(address, b"still here", 10)
     assert len(device.attached) == 1
     second.release()
-    assert regions.wait_unmapped(0)
+    assert regions.wait_idle(0)
     assert not flags_of(address) and not device.attached
     regions.close()
     with pytest.raises(RegionError):
@@ -266,46 +283,52 @@ def test_closed_set_keeps_its_mappings_until_the_last_hold(fd: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["at once", "late", "never"])
-def test_unmapped_is_told_when_nothing_touches_the_memory(
+def test_memory_is_idle_before_a_device_gives_it_back(
     fd: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookaside.regions._DETACH_PATIENCE_S", 0.05)
-    device, stuck, told = Device(), Stuck(), threading.Event()
-    if how == "late":
-        monkeypatch.setattr(device, "detach", lambda region_id: stuck)
-    elif how == "never":
-        monkeypatch.setattr(device, "detach", lambda region_id: 1 / 0)
-    regions = RegionSet(device, told.set)
+    """A copy that has ended moves nothing more, so its sidecar need not wait for the unpinning."""
+    monkeypatch.setattr("lookaside.mappings._DETACH_PATIENCE_S", 0.05)
+    device, stuck, told, asked = Device(), Stuck(), threading.Event(), threading.Event()
+
+    def detach(region_id: int) -> Stuck:
+        asked.set()
+        if how == "never":
+            raise RuntimeError("the driver has crashed")
+        return stuck
+
+    if how != "at once":
+        monkeypatch.setattr(device, "detach", detach)
+    regions = unkept(device, told.set)
     regions.add(0, fd, SIZE, huge=False, background=False)
     hold = held(regions)
     address = hold.locate(0, 0, 1, 0)
     regions.close()
-    assert not told.is_set(), "it is held"
+    assert not told.is_set() and not regions.wait_idle(0), "it is held"
     hold.release()
+    assert told.is_set() and regions.wait_idle(0)
     if how != "at once":
-        assert not told.wait(0.2) and not regions.wait_unmapped(0)
+        assert asked.wait(30) and not regions._mappings.wait_unmapped(0.2)
         assert flags_of(address), "unmapped under a device"
     if how == "never":
         unmap(address, SIZE)
         return
     stuck.over.set()
-    assert told.wait(30) and regions.wait_unmapped(0)
-    assert not flags_of(address)
+    assert unmapped(regions) and not flags_of(address)
 
 
 def test_region_in_the_background_is_not_ready_before_it_is_attached(fd: int) -> None:
     device = Device()
     device.gate.clear()
-    regions = RegionSet(device)
+    regions = unkept(device)
     regions.add(0, fd, SIZE, huge=False, background=True)
     hold = held(regions)
     with pytest.raises(RegionError, match="not ready"):
         hold.locate(0, 0, 1, 0.01)
     hold.release()
     regions.close()
-    assert not regions.wait_unmapped(0.01), "unmapped under the thread that attaches it"
+    assert not regions.wait_idle(0.01), "unmapped under the thread that attaches it"
     device.gate.set()
-    assert regions.wait_unmapped(30)
+    assert unmapped(regions)
     assert not device.attached
 
 
@@ -313,7 +336,7 @@ def test_region_in_the_background_is_not_ready_before_it_is_attached(fd: int) ->
 def test_region_that_cannot_be_attached_is_never_used(fd: int, background: bool) -> None:
     device = Device()
     device.fail = True
-    regions = RegionSet(device)
+    regions = unkept(device)
     if background:
         regions.add(0, fd, SIZE, huge=False, background=True)
     else:
@@ -324,12 +347,12 @@ def test_region_that_cannot_be_attached_is_never_used(fd: int, background: bool)
         hold.locate(0, 0, 1, 30)
     hold.release()
     regions.close()
-    assert regions.wait_unmapped(30)
+    assert unmapped(regions)
 
 
 def test_removed_region_is_unmapped_when_the_last_copy_there_has_ended(fd: int) -> None:
     device, told = Device(), threading.Event()
-    regions = RegionSet(device)
+    regions = unkept(device)
     for region in (1, 2):
         regions.add(region, fd, SIZE, huge=False, background=False)
     first, second, other = held(regions), held(regions), held(regions)
@@ -354,9 +377,9 @@ def test_removed_region_is_unmapped_when_the_last_copy_there_has_ended(fd: int) 
     ctypes.memmove(kept, b"and this one stays", 18)
     regions.close()
     other.release()
-    assert not regions.wait_unmapped(0)
+    assert not regions.wait_idle(0)
     late.release()
-    assert regions.wait_unmapped(30) and not flags_of(kept)
+    assert unmapped(regions) and not flags_of(kept)
 
 
 @pytest.mark.parametrize("copies", [0, 1])
@@ -367,7 +390,7 @@ def test_set_closed_while_a_region_leaves(
     not told of."""
     device, stuck, over, told = Device(), Stuck(), [], []
     monkeypatch.setattr(device, "detach", lambda handle: stuck if handle == left else Ended())
-    regions = RegionSet(device, lambda: over.append(1))
+    regions = unkept(device, lambda: over.append(1))
     for region in (1, 2):
         regions.add(region, fd, SIZE, huge=False, background=False)
     left = min(device.attached)
@@ -379,20 +402,20 @@ def test_set_closed_while_a_region_leaves(
     regions.close()
     regions.close()
     regions.remove(2, lambda: told.append(2))
-    assert not regions.wait_unmapped(0.1) and all(flags_of(address) for address in addresses)
+    assert not regions.wait_idle(0.1) and all(flags_of(address) for address in addresses)
     if copies:
         hold.release()
-    assert not regions.wait_unmapped(0.1) and flags_of(addresses[0]), "unmapped under a device"
+    assert not regions.wait_idle(0.1) and flags_of(addresses[0]), "unmapped under a device"
     assert not told
     stuck.over.set()
-    assert regions.wait_unmapped(30) and not any(flags_of(address) for address in addresses)
+    assert unmapped(regions) and not any(flags_of(address) for address in addresses)
     assert told == [1] and over == [1]
 
 
 def test_removed_while_it_is_prepared(fd: int) -> None:
     device, told = Device(), threading.Event()
     device.gate.clear()
-    regions = RegionSet(device)
+    regions = unkept(device)
     regions.add(0, fd, SIZE, huge=False, background=True)
     assert regions.bytes_mapped == SIZE
     until(lambda: device.attaching)
@@ -403,12 +426,12 @@ def test_removed_while_it_is_prepared(fd: int) -> None:
     assert told.wait(30)
     assert not flags_of(address) and not device.attached
     regions.close()
-    assert regions.wait_unmapped(30)
+    assert unmapped(regions)
 
 
 def test_whoever_waits_for_a_region_that_is_removed_gets_an_error(fd: int) -> None:
     device, told = Device(), threading.Event()
-    regions = RegionSet(device)
+    regions = unkept(device)
     device.gate.clear()
     device.fail = True
     regions.add(0, fd, SIZE, huge=False, background=True)
@@ -433,7 +456,7 @@ def test_whoever_waits_for_a_region_that_is_removed_gets_an_error(fd: int) -> No
 
 
 def test_removing_what_never_was_is_told_at_once() -> None:
-    regions, told = RegionSet(), []
+    regions, told = unkept(), []
     regions.remove(5, lambda: told.append(5))
     assert told == [5]
 
@@ -447,7 +470,7 @@ def test_region_that_a_device_keeps_stays_mapped(fd: int, monkeypatch: pytest.Mo
         raise RuntimeError("the driver has crashed")
 
     monkeypatch.setattr(device, "detach", fails)
-    regions = RegionSet(device, over.set)
+    regions = unkept(device, over.set)
     regions.add(0, fd, SIZE, huge=False, background=False)
     hold = held(regions)
     address = hold.locate(0, 0, 1, 0)
@@ -461,7 +484,7 @@ def test_region_that_a_device_keeps_stays_mapped(fd: int, monkeypatch: pytest.Mo
 
 def test_regions_come_and_go_under_copies(fd: int) -> None:
     """Nobody that was told an address meets an access violation, and every removal ends."""
-    regions, stop, told = RegionSet(Device()), threading.Event(), []
+    regions, stop, told = unkept(Device()), threading.Event(), []
     copied = [0, 0]
     before = Path("/proc/self/maps").read_text().count("memfd:region")
 
@@ -499,20 +522,246 @@ def test_regions_come_and_go_under_copies(fd: int) -> None:
         thread.join()
     assert sorted(told) == list(range(39 * 4))
     regions.close()
-    assert regions.wait_unmapped(30)
+    assert unmapped(regions)
     assert Path("/proc/self/maps").read_text().count("memfd:region") == before
 
 
 def test_handles_never_return(fd: int) -> None:
     """Region ids begin anew with a sidecar, while the old set may still be in use."""
     device = Device()
-    first, second = RegionSet(device), RegionSet(device)
+    first, second = unkept(device), unkept(device)
     first.add(0, fd, SIZE, huge=False, background=False)
     second.add(0, fd, SIZE, huge=False, background=False)
     assert len(device.attached) == 2
     first.close()
     assert len(device.attached) == 1
     second.close()
+
+
+# ---- mappings that outlive their session ----
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def same(regions: RegionSet, region: int = 0) -> int:
+    """The address of a region that is ready."""
+    hold = held(regions)
+    address = hold.locate(region, 0, 1, 30)
+    hold.release()
+    return address
+
+
+def test_the_next_session_takes_over_what_is_mapped(fd: int) -> None:
+    fds, device = open_fds(), Device()
+    mappings = Mappings(device)
+    first = RegionSet(mappings)
+    assert not first.add(7, fd, SIZE, huge=False, background=False, memory=True)
+    address, handles = same(first, 7), list(device.attached)
+    first.close()
+    assert first.wait_idle(0) and flags_of(address) and list(device.attached) == handles
+    given_back = mappings.held()
+    assert [os.fstat(each).st_ino for each in given_back] == [os.fstat(fd).st_ino]
+    for each in given_back:
+        os.close(each)
+    second = RegionSet(mappings)
+    # By another descriptor, another number, and by the thread of a handshake or a later one.
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    told = threading.Event()
+    assert second.add(0, again, SIZE, huge=False, background=True, memory=True, then=told.set)
+    os.close(again)
+    assert told.is_set() and same(second) == address
+    assert device.attaching == [address] and list(device.attached) == handles, "attached anew"
+    assert not mappings.held(), "it is the session's"
+    mappings.drop_kept()
+    assert mappings.wait_unmapped(0) and flags_of(address)
+    second.close()
+    mappings.drop_kept()
+    assert mappings.wait_unmapped(30)
+    assert not flags_of(address) and not device.attached and open_fds() <= fds
+
+
+@pytest.mark.parametrize("what", ["file", "offset", "size", "page"])
+def test_other_bytes_are_mapped_anew(fd: int, what: str) -> None:
+    os.ftruncate(fd, 2 * SIZE)
+    device = Device()
+    mappings = Mappings(device)
+    first = RegionSet(mappings)
+    first.add(0, fd, SIZE, huge=False, background=False)
+    address = same(first)
+    first.close()
+    second = RegionSet(mappings)
+    other = os.memfd_create("other", os.MFD_CLOEXEC)
+    os.ftruncate(other, 2 * SIZE)
+    page = 4096
+    while what == "page" and address % page == 0:
+        page *= 2  # the region must lie at a multiple of it now
+    assert not second.add(
+        0,
+        other if what == "file" else fd,
+        SIZE // 2 if what == "size" else SIZE,
+        huge=False,
+        background=False,
+        offset=SIZE if what == "offset" else 0,
+        page_size=page,
+    )
+    os.close(other)
+    assert same(second) != address and flags_of(address)
+    mappings.drop_kept()
+    assert mappings.wait_unmapped(30) and not flags_of(address)
+    second.close()
+    mappings.close()
+    assert mappings.wait_unmapped(30) and not device.attached
+
+
+def test_a_file_that_has_shrunk_is_not_taken_over(fd: int) -> None:
+    mappings = Mappings()
+    first, second = RegionSet(mappings), RegionSet(mappings)
+    first.add(0, fd, SIZE, huge=False, background=False)
+    first.close()
+    os.ftruncate(fd, SIZE - 4096)
+    with pytest.raises(RegionError, match="holds"):
+        second.add(0, fd, SIZE, huge=False, background=False)
+    second.close()
+    mappings.close()
+    assert mappings.wait_unmapped(30)
+
+
+def test_copies_of_the_session_before_go_on_in_what_the_next_one_has(fd: int) -> None:
+    over: list[int] = []
+    mappings = Mappings(Device())
+    first = RegionSet(mappings, lambda: over.append(1))
+    first.add(0, fd, SIZE, huge=False, background=False)
+    copy = held(first)
+    address = copy.locate(0, 0, SIZE, 0)
+    first.close()
+    second = RegionSet(mappings, lambda: over.append(2))
+    assert second.add(5, fd, SIZE, huge=False, background=False) and same(second, 5) == address
+    assert not over, "its sidecar would reuse what it was granted"
+    told = threading.Event()
+    second.remove(5, told.set)
+    mappings.drop_kept()
+    assert not told.wait(0.1) and flags_of(address), "unmapped under a copy"
+    ctypes.memmove(address, b"still here", 10)
+    copy.release()
+    assert told.wait(30) and not flags_of(address) and over == [1]
+    second.close()
+    assert over == [1, 2]
+
+
+def test_what_is_not_wanted_any_more_goes_with_its_last_copy(fd: int) -> None:
+    mappings = Mappings(Device())
+    first = RegionSet(mappings)
+    first.add(0, fd, SIZE, huge=False, background=False)
+    copy = held(first)
+    address = copy.locate(0, 0, SIZE, 0)
+    first.close()
+    mappings.drop_kept()
+    assert flags_of(address), "unmapped under a copy"
+    assert not RegionSet(mappings).add(0, fd, SIZE, huge=False, background=False), "it is going"
+    copy.release()
+    until(lambda: not flags_of(address))
+
+
+def test_only_what_is_the_sidecars_own_memory_is_given_back(fd: int) -> None:
+    mappings = Mappings(Device())
+    first = RegionSet(mappings)
+    first.add(0, fd, SIZE, huge=False, background=False)  # of a device
+    first.add(1, fd, SIZE // 2, huge=False, background=False, read_only=True)  # another sidecar's
+    addresses = [same(first, 0), same(first, 1)]
+    first.close()
+    until(lambda: not flags_of(addresses[1]))
+    assert flags_of(addresses[0]) and not mappings.held()
+    mappings.close()
+    assert mappings.wait_unmapped(30) and not flags_of(addresses[0])
+
+
+def test_no_more_is_given_back_than_a_hello_carries() -> None:
+    mappings = Mappings()
+    regions = RegionSet(mappings)
+    for index in range(70):
+        each = os.memfd_create("region", os.MFD_CLOEXEC)
+        os.ftruncate(each, 4096)
+        regions.add(index, each, 4096, huge=False, background=False, memory=True)
+        os.close(each)
+    regions.close()
+    given_back = mappings.held()
+    assert len(given_back) == 64
+    for each in given_back:
+        os.close(each)
+    mappings.close()
+    assert mappings.wait_unmapped(30)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_taken_over_while_it_is_being_attached(fd: int, fails: bool) -> None:
+    device = Device()
+    device.gate.clear()
+    mappings = Mappings(device)
+    first, second = RegionSet(mappings), RegionSet(mappings)
+    first.add(0, fd, SIZE, huge=False, background=True)
+    until(lambda: device.attaching)
+    first.close()
+    told = threading.Event()
+    assert second.add(0, fd, SIZE, huge=False, background=True, then=told.set)
+    hold = held(second)
+    with pytest.raises(RegionError, match="not ready"):
+        hold.locate(0, 0, 1, 0.01)
+    assert not told.is_set() and not first.wait_idle(0)
+    device.fail = fails
+    device.gate.set()
+    assert told.wait(30) and first.wait_idle(30)
+    if fails:
+        with pytest.raises(RegionError, match="pinned"):
+            hold.locate(0, 0, 1, 30)
+    else:
+        assert hold.locate(0, 0, 1, 30) == device.attaching[0]
+    hold.release()
+    second.close()
+    third = RegionSet(mappings)
+    device.fail = False
+    assert third.add(0, fd, SIZE, huge=False, background=False) is not fails, "it had failed"
+    third.close()
+    mappings.close()
+    assert mappings.wait_unmapped(30) and not device.attached
+
+
+def test_forked_child_has_no_descriptor_of_the_memory(fd: int) -> None:
+    """Else the memory of a worker that has died would live as long as its child."""
+    device = Device()
+    mappings = Mappings(device)
+    regions = RegionSet(mappings)
+    regions.add(0, fd, SIZE, huge=False, background=False, memory=True)
+    hold = held(regions)
+    address, inode = hold.locate(0, 0, SIZE, 0), os.fstat(fd).st_ino
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            other = mmap.mmap(-1, SIZE)  # may lie where the region would
+            inodes = set()
+            for each in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(FileNotFoundError):  # that of the listing
+                    if int(each) != fd:
+                        inodes.add(os.stat(f"/proc/self/fd/{each}").st_ino)
+            hold.release()
+            regions.close()
+            mappings.close()
+            other[:] = b"x" * SIZE  # nothing of it was unmapped
+            os.write(write, b"none" if inode not in inodes and not mappings.held() else b"some")
+        finally:
+            os._exit(0)
+    os.close(write)
+    assert os.read(read, 8) == b"none"
+    os.close(read)
+    os.waitpid(child, 0)
+    assert flags_of(address) and len(device.attached) == 1
+    hold.release()
+    regions.close()
+    assert len(mappings._kept) == 1
+    mappings.close()
+    assert mappings.wait_unmapped(30)
 
 
 def control_fd(magic: bytes = b"LOOKASID", layout: int = 1, size: int = 4096) -> int:

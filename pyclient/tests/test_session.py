@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -16,7 +17,10 @@ import pytest
 from lookaside import wire
 from lookaside.connection import SessionUnavailable
 from lookaside.endpoint import EndpointAbsent, EndpointError, check_directory, open_endpoint
-from lookaside.handshake import SessionOptions
+from lookaside.handshake import RefusedError, SessionOptions
+from lookaside.line import HandshakeError
+from lookaside.ratelog import RateLimitedLog
+from lookaside.retries import Retries
 from lookaside.session import Session, Subscriber
 from peer import Conn, Peer, serving, until, waited_in_vain
 
@@ -521,6 +525,247 @@ def test_forked_child_does_not_keep_a_held_socket(directory: Path, peer: Peer) -
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def claim_of(conn: Conn) -> Conn:
+    """A connection's claim, to be seen after its peer was closed."""
+    copy = Conn(conn.sock)
+    copy.claim = os.dup(conn.claim)
+    return copy
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_claim_lasts_until_the_next_sidecar_knows_of_us(directory: Path, held: bool) -> None:
+    peer, holder = Peer(directory), Holder() if held else Heard()
+    session = Session(options(directory))
+    session.subscribe(holder)
+    session.start()
+    assert session.wait_connected(30)
+    first = claim_of(peer.conns[0])
+    peer.close()
+    until(lambda: holder.lost == 1)
+    assert first.claimed, "nobody has taken over yet"
+    with serving(directory) as second:
+        second.welcome = lambda conn, hello: wire.Refuse(wire.VERSION, "busy", "", "", "", "")
+        until(lambda: second.of(wire.Hello))
+        assert first.claimed, "a refusal is no welcome"
+        second.welcome = None
+        until(lambda: session.connected)
+        last = claim_of(second.conns[-1])
+        assert last.claimed and first.claimed is held
+        if isinstance(holder, Holder):
+            holder.releases[0]()
+            assert not first.claimed
+        session.close(30)
+        assert last.claimed is held, "its copies go on"
+        if isinstance(holder, Holder):
+            holder.releases[1]()
+            assert not last.claimed
+    for each in (first, last):
+        os.close(each.claim)
+
+
+def test_claim_ends_if_no_sidecar_comes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookaside.session._KEEP_S", 0.2)
+    given_up: list[Session] = []
+
+    class Follower(Heard):
+        def on_given_up(self, session: Session) -> None:
+            given_up.append(session)
+
+    peer = Peer(directory)
+    session = Session(options(directory))
+    session.subscribe(Follower())
+    session.start()
+    assert session.wait_connected(30)
+    claim = claim_of(peer.conns[0])
+    peer.close()
+    until(lambda: not claim.claimed)
+    os.close(claim.claim)
+    assert given_up == [session]
+    with serving(directory):
+        assert session.wait_connected(30), "it goes on looking"
+    until(lambda: len(given_up) == 2)
+    session.close()
+
+
+def test_forked_child_does_not_keep_a_claim(directory: Path) -> None:
+    """Neither that of the session, nor that of one before which a copy goes on."""
+    peer, holder = Peer(directory), Holder()
+    session = Session(options(directory))
+    session.subscribe(holder)
+    session.start()
+    assert session.wait_connected(30)
+    claims = [claim_of(peer.conns[0])]
+    peer.close()
+    with serving(directory) as second:
+        until(lambda: len(holder.releases) == 2 and session.connected)
+        claims.append(claim_of(second.conns[0]))
+        second.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
+        assert ping(session).wait(30).chunks == 7, "the peer has closed its copy"
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        try:
+            session.close(30)
+            assert all(claim.claimed for claim in claims)
+            for release in holder.releases:
+                release()
+            assert not any(claim.claimed for claim in claims), "the child keeps one"
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            for claim in claims:
+                os.close(claim.claim)
+
+
+def test_what_is_held_travels_with_the_hello(directory: Path, peer: Peer) -> None:
+    """And our copies of the descriptors are closed, whether the Hello can be sent or not."""
+    fds = len(os.listdir("/proc/self/fd"))
+    session = Session(
+        options(directory), held=lambda: [os.dup(peer.regions[0]), os.dup(peer.regions[1])]
+    )
+    session.start()
+    assert session.wait_connected(30)
+    (hello,) = peer.of(wire.Hello)
+    assert hello.held == 2
+    assert [os.fstat(fd).st_ino for fd in peer.conns[0].held] == [
+        os.fstat(fd).st_ino for fd in peer.regions
+    ]
+    session.close(30)
+    # The peer has two of them, and its ends of the claims; the session its wake-up.
+    assert len(os.listdir("/proc/self/fd")) <= fds + 2 + 1 + 1
+
+
+def test_regions_that_come_later_are_announced_as_complete(directory: Path, peer: Peer) -> None:
+    ready: list[list[int]] = []
+
+    class Follower(Heard):
+        def on_regions_ready(self, session: Session) -> None:
+            ready.append(list(self.regions))
+
+    session = Session(options(directory))
+    session.subscribe(Follower())
+    session.start()
+    assert session.wait_connected(30)
+    assert ready == [[0, 1]], "without preparing they are there with the handshake"
+    session.close(30)
+    peer.preparing = True
+    session = Session(options(directory))
+    session.subscribe(Follower())
+    session.start()
+    assert session.wait_connected(30)
+    assert len(ready) == 1
+    peer.conns = [conn for conn in peer.conns if not conn.closed.is_set()]
+    peer.ready()
+    until(lambda: len(ready) == 2)
+    assert ready[1] == [0, 1]
+    session.close(30)
+
+
+def new_control(peer: Peer, generation: int) -> int:
+    """The control region of the process that takes over from a peer's."""
+    old, peer.control = peer.control, os.memfd_create("control", os.MFD_CLOEXEC)
+    os.close(old)
+    peer.generation = generation
+    peer.set_state(1)
+    return peer.control
+
+
+@pytest.mark.parametrize("generation", [None, 5])
+def test_session_goes_on_with_another_process(
+    directory: Path, peer: Peer, generation: int | None
+) -> None:
+    heard = Heard()
+    session = Session(options(directory))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_connected(30)
+    number, fds = session.session_id, len(os.listdir("/proc/self/fd"))
+    peer.set_state(3)  # the process before says that it is over
+    assert not session.is_current(number)
+    control = new_control(peer, generation or peer.generation)
+    moved = wire.Moved(peer.generation, "ipc:///elsewhere", "")
+    peer.conns[0].send(moved, control)
+    until(lambda: session.is_current(number))
+    assert session.session_id == number and session.generation == peer.generation
+    assert session.welcome is not None and session.welcome.lookup_endpoint == "ipc:///elsewhere"
+    peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
+    assert ping(session).wait(30).chunks == 7
+    assert session.send(wire.AbortStore(1), number)
+    assert peer.wait_for(wire.AbortStore) == [wire.AbortStore(1)]
+    peer.set_state(3)
+    assert not session.is_current(number), "the new process's control region counts"
+    assert heard.lost == 0 and heard.connected == [number]
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    session.close()
+
+
+@pytest.mark.parametrize("wrong", ["no fd", "two fds", "another run", "no control region"])
+def test_wrong_move_ends_the_session(directory: Path, peer: Peer, wrong: str) -> None:
+    heard = Heard()
+    session = Session(options(directory))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_connected(30)
+    fds = {"no fd": [], "two fds": [peer.control] * 2, "no control region": [peer.regions[0]]}
+    generation = peer.generation + (wrong == "another run")
+    count = len(os.listdir("/proc/self/fd"))
+    peer.conns[0].send(wire.Moved(generation, "", ""), *fds.get(wrong, [peer.control]))
+    until(lambda: heard.lost == 1)
+    until(lambda: session.connected)
+    # Of the new connection: the peer's end of its claim.
+    until(lambda: len(os.listdir("/proc/self/fd")) <= count + 1)
+    session.close()
+
+
+# ---- pauses between attempts ----
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("lookaside.retries.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_attempts_come_often_for_a_while_after_a_session(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, absent = Clock(monkeypatch), EndpointAbsent("nothing listens")
+    early = RefusedError(wire.Refuse(wire.VERSION, "no_worker", "", "", "", ""))
+    other = RefusedError(wire.Refuse(wire.VERSION, "incompatible", "", "", "", ""))
+    retries = Retries("e", RateLimitedLog(logging.getLogger("vllm.lookaside")), None)
+    assert [retries.pause_s(absent) for _ in range(5)] == [0.1, 0.2, 0.4, 0.8, 1.0], "never served"
+    retries.note_connected()
+    clock.now += 60
+    attempts = 0
+    for error in (ConnectionResetError(), early, HandshakeError("cut short"), absent):
+        assert retries.pause_s(error) == 0.02
+    while (pause := retries.pause_s(absent)) == 0.02:
+        clock.now += pause
+        attempts += 1
+    assert 200 <= attempts <= 300, "some seconds"
+    assert [pause, *(retries.pause_s(absent) for _ in range(4))] == [0.1, 0.2, 0.4, 0.8, 1.0]
+    assert len([r for r in caplog.records if "no sidecar" in r.message]) == 1, "a flood of them"
+    retries.note_connected()
+    clock.now += 60
+    assert retries.pause_s(ConnectionResetError()) == 0.02
+    assert retries.pause_s(other) == 5.0 and retries.pause_s(EndpointError("mode")) == 1.0
+
+
+def test_sidecar_that_ends_every_session_at_once_is_not_hammered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    retries = Retries("e", RateLimitedLog(logging.getLogger("vllm.lookaside")), None)
+    for _ in range(10):
+        retries.note_connected()
+        clock.now += 0.01
+        assert retries.pause_s(ConnectionResetError()) == 0.1
 
 
 def test_directory_that_others_could_enter_is_refused(directory: Path) -> None:

@@ -1000,9 +1000,8 @@ def test_busy_sidecar_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["load", "save"])
 def test_sidecar_that_gives_us_up_waits_for_our_copies(
-    sidecar: Sidecar, model: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    sidecar: Sidecar, model: Path, what: str
 ) -> None:
-    monkeypatch.setattr("lookaside.worker.link._DRAIN_PATIENCE_S", 0.2)
     engine = Engine(model, sidecar.directory).start()
     try:
         engine.save_now(engine.save(0, [1, 2, 3, 4], [1, 2, 3, 4]))

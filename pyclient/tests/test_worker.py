@@ -741,21 +741,20 @@ def test_session_lost_during_a_load_fails_it(stand: Stand, peer: Peer, slow: Slo
     assert live is not None
     peer.close()
     until(lambda: stand.worker.link.live is None)
-    assert not live.regions.wait_unmapped(0), "unmapped under a copy"
+    assert not live.regions.wait_idle(0), "given back under a copy"
     stand.step()
     assert not stand.received
     slow.finish()
     until(lambda: stand.step() or stand.received)
     assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
-    assert live.regions.wait_unmapped(30)
+    assert live.regions.wait_idle(30)
 
 
 @pytest.mark.parametrize("what", ["load", "save"])
 def test_given_up_session_stays_open_until_its_copies_have_ended(
-    stand: Stand, peer: Peer, slow: SlowCopies, what: str, monkeypatch: pytest.MonkeyPatch
+    stand: Stand, peer: Peer, slow: SlowCopies, what: str
 ) -> None:
     """However long they take: its end would give our room to others while we write there."""
-    monkeypatch.setattr("lookaside.worker.link._DRAIN_PATIENCE_S", 0.2)
     Shelf(peer)
     grant_load(peer, (0, 2, 0, 0))
     if what == "load":
@@ -770,16 +769,18 @@ def test_given_up_session_stays_open_until_its_copies_have_ended(
     until(lambda: stand.worker.link.live is not live and stand.worker.link.live is not None)
     until(lambda: stand.worker.link.session.connected)
     slow.tickets.clear()
-    # Past its patience the worker has a session again, and the old one is not over.
+    # The worker has a session again, and the old one is not over.
     stand.save_now(stand.save(8, [], []))
     assert not peer.conns[0].closed.wait(0.3)
-    assert not live.regions.wait_unmapped(0), "unmapped under a copy"
+    assert not live.regions.wait_idle(0), "given back under a copy"
+    assert peer.conns[0].claimed and mapped(peer.regions[0]) == 1
     for ticket in tickets:
         ticket._finish(None)
     until(lambda: stand.step() or (stand.received if what == "load" else len(stand.acked) == 2))
     assert peer.conns[0].closed.wait(30)
-    assert live.regions.wait_unmapped(0)
-    assert not peer.conns[1].closed.is_set()
+    assert live.regions.wait_idle(0) and not peer.conns[0].claimed
+    assert not peer.conns[1].closed.is_set() and peer.conns[1].claimed
+    assert mapped(peer.regions[0]) == 1, "that of both sessions"
     if what == "load":
         assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
     assert not peer.of(wire.Release) and not peer.of(wire.CommitStore), (
@@ -1025,7 +1026,7 @@ def test_the_sidecar_is_told_when_a_region_can_be_used(
     def unmappable(*arguments: object) -> int:
         raise RegionError("out of addresses")
 
-    monkeypatch.setattr("lookaside.regions.map_region", unmappable)
+    monkeypatch.setattr("lookaside.mappings.map_region", unmappable)
     index = peer.add_region()
     assert peer.wait_for(wire.RegionMapped, 3)[2:] == [wire.RegionMapped(index)]
 
@@ -1097,18 +1098,200 @@ def test_session_that_ends_while_a_region_is_removed(
     until(lambda: not live.regions.bytes_mapped)
     peer.conns[0].sock.shutdown(socket.SHUT_WR)
     until(lambda: stand.worker.link.live is not live)
-    assert (
-        mapped(peer.regions[0]) == 1
-        and not live.regions.wait_unmapped(0)
-        and not peer.conns[0].closed.is_set()
-    )
+    assert not live.regions.wait_idle(0) and not peer.conns[0].closed.is_set()
+    assert mapped(peer.regions[0]), "unmapped under a copy"
     slow.finish()
-    assert live.regions.wait_unmapped(30) and peer.conns[0].closed.wait(30)
+    assert live.regions.wait_idle(30) and peer.conns[0].closed.wait(30)
     until(lambda: stand.step() or stand.received)
     assert stand.invalid == {5, 6}
     until(lambda: stand.worker.link.session.connected)
     assert mapped(peer.regions[0]) == 1, "that of the session after it"
     assert not peer.of(wire.RegionUnmapped), "the next session knows nothing of it"
+
+
+# ---- sidecars that are replaced ----
+
+
+def attachments(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses of the regions that are attached from now on: the list grows."""
+    copies: Any = stand.worker.link.copies
+    attach, attached = copies.attach, []
+
+    def noted(region: int, address: int, size: int, read_only: bool = False) -> None:
+        attached.append(address)
+        attach(region, address, size, read_only)
+
+    monkeypatch.setattr(copies, "attach", noted)
+    return attached
+
+
+def addresses(stand: Stand) -> list[int]:
+    """Where the regions of the present session are mapped."""
+    live = stand.worker.link.live
+    assert live is not None
+    return [region.mapping.address for region in live.regions._regions.values()]
+
+
+def replaced(peer: Peer, keep_memory: bool = True) -> tuple[Peer, Conn]:
+    """Kill a peer, and start another that finds the memory with its worker, or has other memory.
+
+    Returns the new one, and the connection to the old one with nothing but its claim.
+    """
+    old = Conn(peer.conns[-1].sock)
+    old.claim = os.dup(peer.conns[-1].claim)
+    peer.close()
+    new = Peer(peer.directory, region_bytes=peer.region_bytes, regions=0 if keep_memory else 1)
+    new.preparing = True
+    return new, old
+
+
+def is_back(stand: Stand) -> bool:
+    session = stand.worker.link.session
+    return session is not None and session.connected and stand.worker.link.live is not None
+
+
+def test_replaced_sidecar_gets_its_memory_back_and_nothing_is_mapped_anew(
+    stand: Stand, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(peer)
+    stand.save_now(stand.save(0, [3], [1]))
+    peer.wait_for(wire.CommitStore)
+    device = peer.add_region(kind="devdax")  # it is found by its path, and mapped as before
+    theirs = peer.add_region(read_only=True)
+    peer.wait_for(wire.RegionMapped, 2)
+    (before, on_device, foreign) = addresses(stand)
+    memory = os.fstat(peer.regions[0])
+    device_fd = os.dup(peer.regions[device])
+    assert stand.count("mapped_bytes") == 2 * BLOCKS * PAGE, "those of the sidecar's own"
+    attached = attachments(stand, monkeypatch)
+    assert theirs == 2 and foreign and shelf.next == 1
+
+    second, old = replaced(peer)
+    try:
+        until(lambda: is_back(stand))
+        assert old.claimed is False, "the next sidecar knows of us"
+        (hello,) = second.of(wire.Hello)
+        held = second.conns[0].held
+        assert hello.held == 1 and len(held) == 1
+        status = os.fstat(held[0])
+        assert (status.st_dev, status.st_ino) == (memory.st_dev, memory.st_ino)
+        assert not addresses(stand) and flags(before) and flags(on_device)
+        # A load of what was stored before, from memory that the new sidecar has from us alone.
+        second.regions = [held.pop(), device_fd]
+        second.ready()
+        until(lambda: len(second.of(wire.RegionMapped)) == 2)
+        assert addresses(stand) == [before, on_device] and not attached
+        grant_load(second, (0, 1, 0, 0))
+        stand.load_now(load_spec("r", ((1, 1),), 0, [9]))
+        assert not stand.failed and page(stand.cache, 9) == page(stand.cache, 3)
+        assert stand.count("regions_kept") == 2 and stand.count("mapped_bytes") == 2 * BLOCKS * PAGE
+        assert stand.count("kept_bytes") == 2 * BLOCKS * PAGE
+    finally:
+        os.close(old.claim)
+        stand.worker.shutdown()
+        second.close()
+    assert not flags(before) and not flags(on_device)
+
+
+def flags(address: int) -> bool:
+    """Whether there is a mapping that begins at address."""
+    return f"\n{address:x}-" in Path("/proc/self/maps").read_text()
+
+
+def test_memory_that_the_next_sidecar_does_not_want_is_unmapped(
+    stand: Stand, peer: Peer, slow: SlowCopies
+) -> None:
+    """When it says which regions it has, and not before; and not under a copy."""
+    inode = os.fstat(peer.regions[0]).st_ino
+    grant_load(peer, (0, 2, 0, 0))
+    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
+    until(lambda: slow.tickets)
+    (before,) = addresses(stand)
+    live = stand.worker.link.live
+    assert live is not None
+    second, old = replaced(peer, keep_memory=False)
+    try:
+        until(lambda: is_back(stand))
+        assert len(second.conns[0].held) == 1 and flags(before)
+        second.ready()
+        until(lambda: addresses(stand))
+        assert stand.worker.link.mappings.wait_unmapped(30) and flags(before)
+        assert old.claimed, "the copy goes on"
+        (now,) = addresses(stand)
+        assert now != before
+        slow.finish()
+        until(lambda: stand.step() or stand.received)
+        assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
+        until(lambda: not flags(before) and not old.claimed)
+        stand.worker.link.session.submit(lambda request: wire.ClearSpace(request))
+        second.wait_for(wire.ClearSpace)
+        assert os.fstat(second.regions[0]).st_ino != inode and flags(now)
+    finally:
+        os.close(old.claim)
+        stand.worker.shutdown()
+        second.close()
+
+
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_copies_into_the_memory_of_a_killed_sidecar_keep_their_claim(
+    stand: Stand, peer: Peer, slow: SlowCopies, what: str
+) -> None:
+    """Its successor is served meanwhile, in the same mapping, and must not reuse what they
+    touch."""
+    Shelf(peer)
+    grant_load(peer, (0, 2, 0, 0))
+    if what == "load":
+        stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
+    else:
+        stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
+    until(lambda: slow.tickets)
+    tickets, (before,) = list(slow.tickets), addresses(stand)
+    slow.tickets.clear()
+    second, old = replaced(peer)
+    try:
+        until(lambda: is_back(stand))
+        second.regions = [second.conns[0].held.pop()]
+        second.ready()
+        until(lambda: addresses(stand) == [before])
+        second.wait_for(wire.RegionMapped)
+        assert old.claimed and second.conns[0].claimed
+        copies = stand.worker.link.copies
+        stand.worker.link.copies = slow.inner
+        grant_load(second, (0, 1, 0, 0))
+        stand.load_now(load_spec("s", ((1, 1),), 0, [7]))
+        assert "s" not in stand.failed and old.claimed
+        stand.worker.link.copies = copies
+        for ticket in tickets:
+            ticket._finish(None)
+        until(lambda: stand.step() or ("r" in stand.received if what == "load" else stand.acked))
+        if what == "load":
+            assert stand.failed == {"r": 1} and stand.invalid == {5, 6}
+        until(lambda: not old.claimed)
+        assert second.conns[0].claimed and addresses(stand) == [before]
+        assert not second.of(wire.CommitStore)
+    finally:
+        os.close(old.claim)
+        stand.worker.shutdown()
+        second.close()
+
+
+def test_memory_is_given_up_when_no_sidecar_comes(
+    stand: Stand, peer: Peer, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookaside.session._KEEP_S", 0.5)
+    grant_load(peer, (0, 2, 0, 0))
+    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
+    until(lambda: slow.tickets)
+    (before,) = addresses(stand)
+    claim = Conn(peer.conns[0].sock)
+    claim.claim = os.dup(peer.conns[0].claim)
+    peer.close()
+    until(lambda: not stand.worker.link.live and not stand.worker.link.mappings._kept)
+    assert flags(before) and claim.claimed, "the copy goes on"
+    slow.finish()
+    until(lambda: stand.step() or stand.received)
+    until(lambda: not flags(before) and not claim.claimed)
+    os.close(claim.claim)
 
 
 def test_memory_that_is_not_there_fails_its_copies_alone(stand: Stand, peer: Peer) -> None:

@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from lookaside import wire
 from lookaside.copies import Copies
 from lookaside.mapping import RegionError
+from lookaside.mappings import Mappings
 from lookaside.ratelog import RateLimitedLog
 from lookaside.regions import RegionSet
 from lookaside.session import Session, Subscriber
 from lookaside.stats import Collector
 from lookaside.worker.pages import Pages
 
-# Copies take milliseconds; this bounds what a stuck device can hold up.
-_DRAIN_PATIENCE_S = 5.0
+# What shutdown waits for a device that gives memory back.
+_UNMAP_PATIENCE_S = 5.0
 # Kinds of region that are mapped by pages of 2 MiB, where their pages and the kernel allow it.
 _HUGE_KINDS = ("hugetlb", "thp", "devdax", "fsdax")
 # The kind whose pages are the page cache's: writing to each of them would have all of the file
 # written back.
 _FILE_KIND = "file"
+# Kinds that are nothing but memory: a sidecar that dies has it no more.
+_MEMORY_KINDS = ("memfd", "thp", "hugetlb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,22 @@ class Link(Subscriber):
         self._log = log
         self.pages = Pages()
         self.copies: Copies | None = None
+        self.mappings = Mappings()
+        """What is mapped of the arena, by this session or an earlier one."""
         self.session: Session | None = None
         self.live: Live | None = None
         """Replaced, never changed, by the session's thread; None while there is no session."""
         self.closed = False
         """The role is shut down, and orders nothing more."""
+
+    def use(self, copies: Copies) -> None:
+        """Copy by these. Call once, before the session starts."""
+        self.copies = self.mappings.attachable = copies
+
+    def close(self) -> None:
+        """Unmap everything, as far as no copy is under way. The session is closed."""
+        self.mappings.close()
+        self.mappings.wait_unmapped(_UNMAP_PATIENCE_S)
 
     def send(self, message: object, session_id: int) -> None:
         """Send a message if the session that it is of is the present one. Any thread."""
@@ -59,11 +73,13 @@ class Link(Subscriber):
         """Begin with a new session: grants of the one before mean nothing any more."""
         pages = min(welcome.max_pages, wire.max_store_pages(self.pages.digest_bytes))
         chunks = max(1, pages // self.pages.per_chunk)
-        regions = RegionSet(self.copies, on_unmapped=session.hold())
+        regions = RegionSet(self.mappings, on_idle=session.hold())
         self.live = Live(welcome.session, regions, chunks * self.pages.per_chunk)
 
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
-        """Map a region. One that cannot be mapped costs its grants, not the session.
+        """Map a region, unless it is mapped from an earlier session.
+
+        One that cannot be mapped costs its grants, not the session.
 
         Nothing waits for another sidecar's region: the session comes first. The sidecar grants
         nothing in a region before it learns that the region is ready, except in those that it names
@@ -74,7 +90,7 @@ class Link(Subscriber):
             return
         mapped = functools.partial(session.send, wire.RegionMapped(region.region), live.session_id)
         try:
-            live.regions.add(
+            kept = live.regions.add(
                 region.region,
                 fd,
                 region.size,
@@ -84,8 +100,11 @@ class Link(Subscriber):
                 page_size=region.page_size,
                 write=region.kind != _FILE_KIND,
                 read_only=bool(region.read_only),
+                memory=region.kind in _MEMORY_KINDS,
                 then=mapped,
             )
+            if not region.read_only:
+                self._count(region.size, kept)
         except RegionError as error:
             mapped()
             self._stats.add("errors")
@@ -93,6 +112,18 @@ class Link(Subscriber):
             self._log.warning(
                 f"region {region.read_only}", "region %d of %s: %s", region.region, whose, error
             )
+
+    def _count(self, size: int, kept: bool) -> None:
+        self._stats.add("regions_kept" if kept else "regions_mapped")
+        self._stats.add("kept_bytes" if kept else "mapped_bytes", size)
+
+    def on_regions_ready(self, session: Session) -> None:
+        """Give up what earlier sessions have mapped and this one has not: it is nobody's now."""
+        self.mappings.drop_kept()
+
+    def on_given_up(self, session: Session) -> None:
+        """Give up everything that is mapped: no sidecar has come for long."""
+        self.mappings.drop_kept()
 
     def on_region_removed(self, session: Session, region: int) -> None:
         """Unmap a region once no copy of ours can touch it, and report that it is unmapped."""
@@ -104,11 +135,7 @@ class Link(Subscriber):
             )
 
     def on_lost(self, session: Session) -> None:
-        """End a session: wait for copies that use its memory, then unmap it."""
+        """End a session. Its mappings stay for the next one, and copies go on in them."""
         live, self.live = self.live, None
         if live is not None:
             live.regions.close()
-            if not live.regions.wait_unmapped(_DRAIN_PATIENCE_S):
-                self._log.warning(
-                    "drain", "copies still use the memory of a session that is over; it stays ours"
-                )

@@ -110,11 +110,13 @@ class WorkerConnector:
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":
             self._note_stream = functools.partial(_current_stream, device)
-        self.link.copies = make_copies(
-            layout,
-            device,
-            threads=self._config.load_threads,
-            compute_stream=lambda: self._compute_stream,
+        self.link.use(
+            make_copies(
+                layout,
+                device,
+                threads=self._config.load_threads,
+                compute_stream=lambda: self._compute_stream,
+            )
         )
         transfer: Any = self._vllm_config.kv_transfer_config
         engine_id = str(transfer.engine_id)
@@ -156,6 +158,7 @@ class WorkerConnector:
                 fields={**layout.description, **fields},
             ),
             on_absent=autostart.ensure if autostart is not None else None,
+            held=self.link.mappings.held,
         )
         session.subscribe(self.link)
         self.link.session = session
@@ -183,6 +186,7 @@ class WorkerConnector:
         self.loads.stop(deadline)
         if self.link.session is not None:
             self.link.session.close(_SHUTDOWN_PATIENCE_S)
+        self.link.close()
         if self.link.copies is not None:
             self.link.copies.close()
         # Copies that have ended since still hold their memory.
