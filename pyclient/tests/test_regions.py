@@ -659,9 +659,13 @@ def test_what_is_not_wanted_any_more_goes_with_its_last_copy(fd: int) -> None:
     first.close()
     mappings.drop_kept()
     assert flags_of(address), "unmapped under a copy"
-    assert not RegionSet(mappings).add(0, fd, SIZE, huge=False, background=False), "it is going"
+    second = RegionSet(mappings)
+    assert not second.add(0, fd, SIZE, huge=False, background=False), "it is going"
     copy.release()
     until(lambda: not flags_of(address))
+    second.close()
+    mappings.close()
+    assert mappings.wait_unmapped(30)
 
 
 def test_only_what_is_the_sidecars_own_memory_is_given_back(fd: int) -> None:

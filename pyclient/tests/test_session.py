@@ -612,7 +612,7 @@ def test_forked_child_does_not_keep_a_claim(directory: Path) -> None:
             assert all(claim.claimed for claim in claims)
             for release in holder.releases:
                 release()
-            assert not any(claim.claimed for claim in claims), "the child keeps one"
+            until(lambda: not any(claim.claimed for claim in claims))  # the child is slow at most
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -635,7 +635,7 @@ def test_what_is_held_travels_with_the_hello(directory: Path, peer: Peer) -> Non
     ]
     session.close(30)
     # The peer has two of them, and its ends of the claims; the session its wake-up.
-    assert len(os.listdir("/proc/self/fd")) <= fds + 2 + 1 + 1
+    until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 2 + 1 + 1)
 
 
 def test_regions_that_come_later_are_announced_as_complete(directory: Path, peer: Peer) -> None:

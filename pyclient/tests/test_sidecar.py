@@ -15,7 +15,9 @@ import re
 import shlex
 import signal
 import socket
+import struct
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -42,7 +44,18 @@ from peer import until, waited_in_vain
 from readiness import ready
 from scheduling import make_kv_config
 from test_session import Heard, options
-from test_worker import BLOCKS, PAGE, PPC, SlowCopies, Stand, hashes, model, page
+from test_worker import (
+    BLOCKS,
+    PAGE,
+    PPC,
+    SlowCopies,
+    Stand,
+    addresses,
+    attachments,
+    hashes,
+    model,
+    page,
+)
 
 from examples.stand.processes import send_signal
 
@@ -385,8 +398,7 @@ def test_sidecar_in_a_container_of_its_own(model: Path, tmp_path: Path) -> None:
         until(lambda: engine.step() or "s" in engine.received)
         assert engine.invalid == {5, 6}
         engine.wait_up()
-        assert engine.held(0, 1, 2) == 0
-        engine.save_now(engine.save(0, [1, 2], [1, 2]))
+        # The worker gave the memory back, though neither sees the other's processes.
         until(lambda: engine.held(0, 1, 2) == 2)
         assert engine.fetch("again", [1, 2], [12, 13]) == 2
         assert page(engine.cache, 13) == page(engine.cache, 2)
@@ -529,11 +541,113 @@ def test_killed_sidecar_costs_hits_only(engine: Engine, sidecar: Sidecar) -> Non
     assert engine.invalid == {5, 6} and len(engine.acked) == 2
     sidecar.start()
     engine.wait_up()
-    assert engine.held(0, 1, 2) == 0, "a new arena is empty"
-    engine.save_now(engine.save(0, [3, 4], [1, 2]))
-    until(lambda: engine.held(0, 1, 2) == 2)
+    until(lambda: engine.held(0, 1, 2) == 2)  # its worker gives it its memory back
+    assert engine.held(4, 5) == 0, "it was not stored"
     assert engine.fetch("again", [1, 2], [10, 11]) == 2
-    assert page(engine.cache, 10) == page(engine.cache, 3)
+    assert page(engine.cache, 10) == page(engine.cache, 1)
+    assert page(engine.cache, 11) == page(engine.cache, 2)
+
+
+def test_nothing_is_mapped_anew_after_a_kill(
+    engine: Engine, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached = attachments(engine, monkeypatch)
+    inode = None
+    for round_ in range(3):
+        names = [100 * round_ + 1, 100 * round_ + 2]
+        engine.save_now(engine.save(0, [1, 2], names))
+        until(lambda names=names: engine.held(0, *names) == 2)
+        before = addresses(engine)
+        mappings = engine.worker.link.mappings
+        (fd,) = [each.fd for each in mappings._all]
+        assert inode in (None, os.fstat(fd).st_ino)
+        inode = os.fstat(fd).st_ino
+        sidecar.kill()
+        sidecar.start()
+        engine.wait_up()
+        until(lambda before=before: addresses(engine) == before)
+    for round_ in range(3):
+        names = [100 * round_ + 1, 100 * round_ + 2]
+        until(lambda names=names: engine.held(0, *names) == 2)
+        assert engine.fetch(f"r{round_}", names, [10, 11]) == 2
+        assert page(engine.cache, 10) == page(engine.cache, 1)
+    assert not attached and engine.count("regions_mapped") == 1
+    assert engine.count("regions_kept") == 3
+    assert engine.count("kept_bytes") == 3 * engine.count("mapped_bytes")
+    # What it holds may be reused, now that nobody from before can touch it.
+    until(lambda: not claimed(sidecar.directory, but=engine.worker.link.session.generation))
+    engine.save_now(engine.save(0, [5, 6], [501, 502]))
+    until(lambda: engine.held(0, 501, 502) == 2)
+
+
+_F_OFD_GETLK = 36
+
+
+def claimed(directory: Path, but: int) -> bool:
+    """Whether any process has a claim on another run than one, as the next sidecar looks for it."""
+    with (directory / "lock").open("r+b") as lock:
+        for start, length in ((0, but), (but + 1, (1 << 62) - but - 1)):
+            asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+            answer = fcntl.fcntl(lock, _F_OFD_GETLK, asked)
+            if struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK:
+                return True
+    return False
+
+
+FROZEN_WORKER = """
+import sys, threading
+from lookaside import wire
+from lookaside.handshake import SessionOptions
+from lookaside.session import Session, Subscriber
+
+class Copying(Subscriber):
+    def on_connected(self, session, welcome):
+        self.release = getattr(self, "release", None) or session.hold()
+        print(welcome.generation, flush=True)
+
+copying = Copying()
+session = Session(SessionOptions(sys.argv[1], "worker", "frozen", 0, 16, 4096, 4, 32))
+session.subscribe(copying)
+session.start()
+sys.stdin.readline()
+copying.release()
+print("ended", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_frozen_worker_keeps_its_claim(sidecar: Sidecar) -> None:
+    """Its sidecar is killed and replaced, and must not reuse what it may still copy."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", FROZEN_WORKER, str(sidecar.directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdin is not None and worker.stdout is not None
+    try:
+        first = int(worker.stdout.readline())
+        worker.send_signal(signal.SIGSTOP)
+        sidecar.kill()
+        assert claimed(sidecar.directory, but=0) and not claimed(sidecar.directory, but=first)
+        sidecar.start()
+        second = first + 1
+        assert claimed(sidecar.directory, but=second)
+        worker.send_signal(signal.SIGCONT)
+        assert int(worker.stdout.readline()) == second, "generations go on rising"
+        assert claimed(sidecar.directory, but=second), "its copy goes on"
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+        assert worker.stdout.readline() == "ended\n"
+        assert not claimed(sidecar.directory, but=second)
+        assert claimed(sidecar.directory, but=first), "that of its present session"
+        sidecar.kill()
+        worker.kill()
+        worker.wait()
+        assert not claimed(sidecar.directory, but=0), "a dead process copies nothing"
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 def test_stopped_sidecar_costs_one_patience_and_keeps_everything(
