@@ -89,7 +89,7 @@ lint-py:
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
-bench: build-bench ## A bench by name: NAME=lookup|copy|attach|ttft|busy|serve|engine|memcopy|disk|dax|recovery|promotion|peers|peer|redis, JSON=FILE, ARGS='...'
+bench: build-bench ## A bench by name: NAME=lookup|copy|attach|ttft|busy|serve|engine|memcopy|disk|dax|recovery|restart|promotion|peers|peer|redis, JSON=FILE, ARGS='...'
 	@bench/run $(if $(NAME),'$(NAME)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each

@@ -75,7 +75,7 @@ func untilKept(t *testing.T, d *Daemon) {
 	t.Helper()
 	until(t, func() any { return arenaState(d) }, func() bool {
 		st := d.Status()
-		return st.Arena.DAX.WaitingChunks == 0 && st.Arena.DAX.KeptChunks == st.Slots.Ready
+		return st.Arena.WaitingChunks == 0 && st.Arena.KeptChunks == st.Slots.Ready
 	})
 }
 
@@ -101,7 +101,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 	st := d.Status()
 	if a := st.Arena; a.Kind != "dax" || a.CapacityBytes < 7<<20 ||
 		a.LimitBytes != a.CapacityBytes || a.UsedBytes != 11*4*4096 || len(a.Regions) == 0 ||
-		len(a.DAX.Devices) != 2 || a.DAX.KeptChunks != 11 {
+		len(a.DAX.Devices) != 2 || a.KeptChunks != 11 {
 		t.Errorf("%+v, %+v", a, a.DAX)
 	}
 	for _, r := range st.Arena.Regions {
@@ -124,7 +124,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 	} {
 		end()
 		d, _ = startDaemon(t, onDAX(t, dir))
-		if st := d.Status(); st.Arena.DAX.RecoveredChunks != 11 ||
+		if st := d.Status(); st.Arena.Recovered.Chunks != 11 ||
 			st.Verifications != (admin.VerificationStatus{Unverified: 11}) {
 			t.Errorf("round %d: %+v", round, st)
 		}
@@ -134,7 +134,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 		b.hits(t)
 		st := d.Status()
 		if a := st.Arena.DAX; st.Verifications != (admin.VerificationStatus{Verified: 11}) ||
-			a.CorruptChunks != 0 || a.KeptChunks != 11 {
+			a.CorruptChunks != 0 || st.Arena.KeptChunks != 11 {
 			t.Errorf("round %d: %+v, %+v", round, st, a)
 		}
 		var table bytes.Buffer
@@ -230,7 +230,7 @@ func TestRanksShareTheDevicesOfTheirArenas(t *testing.T) {
 			if round == 1 && rank == 0 {
 				want = pages / 4
 			}
-			if got := arenaState(d).RecoveredChunks; got != want {
+			if got := d.Status().Arena.Recovered.Chunks; got != want {
 				t.Errorf("round %d: rank %d found %d chunks, want %d", round, rank, got, want)
 			}
 		}

@@ -246,7 +246,7 @@ class Sidecar(Process):
 
         def kept() -> bool:
             status = self.status()
-            arena = status["arena"]["dax"]
+            arena = status["arena"]
             return arena["waiting_chunks"] == 0 and arena["kept_chunks"] == status["slots"]["ready"]
 
         eventually(kept, "the arena to be kept", timeout_s)

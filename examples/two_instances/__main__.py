@@ -236,7 +236,7 @@ def restart(
             process.kill()
     with step("starting a sidecar and a server"):
         new = stand.sidecar(settings=settings_of("dax", stand))
-        found = new.status()["arena"]["dax"]["recovered_chunks"]
+        found = new.status()["arena"]["recovered"]["chunks"]
         server = stand.server("c", connector=connector_config(stand.endpoint()))
         server.wait_ready()
         eventually(lambda: len(new.status()["sessions"]) == 2, "the server's sessions")

@@ -522,7 +522,7 @@ class TestTiers:
                 one.server.kill()
             one.kill_sidecar()
             one.start_arena(a, wait=False)
-            assert one.arena()["recovered_chunks"] > 0
+            assert one.sidecar.status()["arena"]["recovered"]["chunks"] > 0
             if everything:
                 one.start_server()
                 one.server.wait_ready()

@@ -67,7 +67,7 @@ def kept(host: Host, number: int) -> None:
 
     def all_of_it() -> bool:
         status = host.sidecars[number].status()
-        arena = status["arena"]["dax"]
+        arena = status["arena"]
         return arena["waiting_chunks"] == 0 and arena["kept_chunks"] == status["slots"]["ready"]
 
     until(all_of_it)

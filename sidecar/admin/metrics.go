@@ -175,13 +175,14 @@ var collected = []struct {
 		"Of an arena on DAX: 1, for each device with the state that it is in.",
 		[]string{"device", "state"}},
 	{"lookaside_arena_kept_chunks",
-		"Of an arena on DAX: chunks that would be found again after a kill now.", nil},
+		"Chunks that would be found again after a kill now.", nil},
 	{"lookaside_arena_waiting_chunks",
-		"Of an arena on DAX: chunks that were committed and wait to be kept: what a kill would lose now.", nil},
+		"Chunks that were committed and wait to be kept: what a kill would lose now.", nil},
 	{"lookaside_arena_unkept_chunks_total",
 		"Of an arena on DAX: chunks that could not be kept, because the device failed there.", nil},
-	{"lookaside_arena_recovered_chunks", "Of an arena on DAX: chunks that were found at the start.",
-		nil},
+	{"lookaside_arena_recovered_chunks", "Chunks that were found at the start.", nil},
+	{"lookaside_arena_frozen",
+		"1 while nothing is stored in memory that was found at the start, because a client of the sidecar before may still copy there.", nil},
 	{"lookaside_arena_unreadable_chunks_total",
 		"Of an arena on DAX: chunks that were dropped because the device could not be read there.",
 		nil},
@@ -416,16 +417,17 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		gauge("lookaside_region_bytes", float64(r.SizeBytes), strconv.FormatUint(uint64(r.Region),
 			10), string(r.Kind), r.Device)
 	}
+	gauge("lookaside_arena_kept_chunks", float64(st.Arena.KeptChunks))
+	gauge("lookaside_arena_waiting_chunks", float64(st.Arena.WaitingChunks))
+	gauge("lookaside_arena_recovered_chunks", float64(st.Arena.Recovered.Chunks))
+	gauge("lookaside_arena_frozen", boolGauge(st.Arena.Recovered.Frozen))
 	if a := st.Arena.DAX; a != nil {
 		for _, dev := range a.Devices {
 			gauge("lookaside_arena_device_bytes", float64(dev.UsedBytes), dev.DevicePath, "used")
 			gauge("lookaside_arena_device_bytes", float64(dev.FreeBytes), dev.DevicePath, "free")
 			gauge("lookaside_arena_device_state", 1, dev.DevicePath, dev.State)
 		}
-		gauge("lookaside_arena_kept_chunks", float64(a.KeptChunks))
-		gauge("lookaside_arena_waiting_chunks", float64(a.WaitingChunks))
 		count("lookaside_arena_unkept_chunks_total", a.UnkeptChunks)
-		gauge("lookaside_arena_recovered_chunks", float64(a.RecoveredChunks))
 		count("lookaside_arena_unreadable_chunks_total", a.UnreadableChunks)
 		gauge("lookaside_arena_slabs", float64(a.Slabs-a.SlabsGivenUp), "in_use")
 		gauge("lookaside_arena_slabs", float64(a.SlabsGivenUp), "given_up")
@@ -558,4 +560,12 @@ func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...st
 			gauge("lookaside_tier_"+n.name, n.v, t.Name)
 		}
 	}
+}
+
+// boolGauge is 1 for true.
+func boolGauge(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
 }

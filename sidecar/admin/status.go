@@ -222,13 +222,18 @@ func (st Status) WriteTable(w io.Writer) error {
 	if x := a.DAX; x != nil {
 		row("arena", "%s used of %s on %d DAX devices, in %d regions", bytesize.Format(a.UsedBytes),
 			bytesize.Format(a.CapacityBytes), len(x.Devices), len(a.Regions))
-		row("kept", "%d chunks, %d wait; %d were found at the start; %d were corrupt, %d unreadable", x.KeptChunks, x.WaitingChunks, x.RecoveredChunks, x.CorruptChunks, x.UnreadableChunks)
+		row("damaged", "%d chunks were corrupt, %d unreadable", x.CorruptChunks, x.UnreadableChunks)
 		if x.SlabsGivenUp > 0 {
 			row("failing", "%d of %d slabs are given up: %s", x.SlabsGivenUp, x.Slabs, x.Error)
 		}
 	} else {
 		row("arena", "%s used of %s in %d regions (%s), limit %s", bytesize.Format(a.UsedBytes),
 			bytesize.Format(a.CapacityBytes), len(a.Regions), a.Kind, bytesize.Format(a.LimitBytes))
+	}
+	row("kept", "%d chunks, %d wait; %d were found at the start", a.KeptChunks, a.WaitingChunks,
+		a.Recovered.Chunks)
+	if a.Recovered.Why != "" {
+		row("not found", "%s", a.Recovered.Why)
 	}
 	row("slots", "%d free, %d ready (%d leased), %d filling; %d leases", st.Slots.Free,
 		st.Slots.Ready, st.Slots.Leased, st.Slots.Filling, st.Leases)

@@ -7,6 +7,7 @@ import (
 
 	"lookaside/connector"
 	"lookaside/internal/unshared"
+	"lookaside/sidecar/arena"
 )
 
 // verdict returns a sentence on the sidecar's state: the worst problem, or that it is healthy and
@@ -38,6 +39,10 @@ func (st *Status) verdict() string {
 	case x != nil && x.SlabsGivenUp > 0:
 		return fmt.Sprintf("the arena's devices fail: %d of %d slabs are given up: %s",
 			x.SlabsGivenUp, x.Slabs, x.Error)
+	case st.Arena.State != string(arena.Ready):
+		return fmt.Sprintf("starting, the arena is %s: engines are connected, and find nothing yet", st.Arena.State)
+	case st.Arena.Recovered.Frozen:
+		return fmt.Sprintf("nothing is stored in what was found at the start, because clients of the sidecar before may still copy there: %s", pidText(st.Arena.Recovered.PIDs))
 	case len(st.Lingering) > 0:
 		return fmt.Sprintf("%s slots: %s", counted(len(st.Lingering),
 			"client was given up while it lives and holds",
@@ -72,7 +77,14 @@ func processes[T any](list []T, pid func(T) int32) string {
 		pids = append(pids, pid(c))
 	}
 	slices.Sort(pids)
-	pids = slices.Compact(pids)
+	return pidText(slices.Compact(pids))
+}
+
+// pidText names processes.
+func pidText[T int | int32](pids []T) string {
+	if len(pids) == 0 {
+		return "unknown processes"
+	}
 	return "process " + strings.Trim(strings.ReplaceAll(fmt.Sprint(pids), " ", ", "), "[]")
 }
 

@@ -184,7 +184,6 @@ type DAXStatus struct {
 	HotPlug bool
 	Devices daxtier.Status
 	Stats   slab.ArenaStats
-	Found   int // chunks found at the start
 }
 
 // New decides what the arena is made of, and refuses sizes that the host cannot give. It takes no

@@ -234,9 +234,9 @@ func (a *DAX) Status(stats *engine.Stats) Status {
 	st := Status{
 		State: Ready, Kind: settings.KindDAX, Reason: "it was asked for", LimitBytes: p.TotalCapacityBytes,
 		CapacityBytes: p.TotalCapacityBytes, UsedBytes: stats.UsedBytes,
-		DAX: &DAXStatus{HotPlug: a.Options.DAX.HotPlug, Devices: p, Stats: a.pool.Stats(),
-			Found: a.found},
+		DAX: &DAXStatus{HotPlug: a.Options.DAX.HotPlug, Devices: p, Stats: a.pool.Stats()},
 	}
+	st.Kept, st.Waiting, st.Found.Chunks = st.DAX.Stats.Kept, st.DAX.Stats.Waiting, a.found
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for id, r := range a.regions {

@@ -45,7 +45,7 @@ func newRoot() *cobra.Command {
 		return settings.FlagError(cmd.Flags(), err)
 	})
 	root.AddCommand(newEngine(), newMemcopy(), newPromotion(), newDisk(), newDAX(), newRedis(),
-		newRecovery(), newPeers(), newLookupServer(), newEcho(), newPlot())
+		newRecovery(), newRestart(), newPeers(), newLookupServer(), newEcho(), newPlot())
 	return root
 }
 
