@@ -91,12 +91,13 @@ type job struct {
 	p        *piece
 	num      uint32
 	from, to int
+	passing  *sync.Mutex // of the piece's jobs: the engine takes one call for a piece at a time
 }
 
 func jobsOf(p *piece, num uint32) (jobs []job) {
-	step := max(readBytes/p.form.EntryBytes, 1)
+	step, passing := max(readBytes/p.form.EntryBytes, 1), new(sync.Mutex)
 	for from := 0; from < p.Slots; from += step {
-		jobs = append(jobs, job{p, num, from, min(from+step, p.Slots)})
+		jobs = append(jobs, job{p, num, from, min(from+step, p.Slots), passing})
 	}
 	return jobs
 }
@@ -190,7 +191,10 @@ func (r *restorer) pass(j *job, batch []engine.Restored) {
 	if len(batch) == 0 {
 		return
 	}
-	if err := r.d.engine.RestoreIn(j.num, batch); err != nil {
+	j.passing.Lock()
+	err := r.d.engine.RestoreIn(j.num, batch)
+	j.passing.Unlock()
+	if err != nil {
 		r.fail(fmt.Errorf("%d chunks of region %d: %w", len(batch), j.p.Region, err))
 		for i := range batch {
 			r.d.void(j.p, batch[i].Slot)
