@@ -58,6 +58,7 @@ var layers = [][]string{
 		"sidecar",
 		"internal/bench/daxbench", "internal/bench/diskbench", "internal/bench/enginebench",
 		"internal/bench/memcopybench", "internal/bench/peerbench", "internal/bench/redisbench",
+		"internal/bench/restartbench",
 	},
 	{
 		"sidecar/cmd/lookaside", "internal/soak",

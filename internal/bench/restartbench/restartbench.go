@@ -183,7 +183,8 @@ func (r *rig) fill(f *Figures) (err error) {
 		return err
 	}
 	for n := range r.count {
-		if err := errors.Join(r.engine.Select(n, r.pages()), r.engine.Store(), r.ctx.Err()); err != nil {
+		err := errors.Join(r.engine.Select(n, r.pages()), r.engine.Store(), r.ctx.Err())
+		if err != nil {
 			return fmt.Errorf("prefix %d: %w", n, err)
 		}
 	}
