@@ -212,9 +212,13 @@ func (a *memory) restore(found map[uint32]*dax.Region, workers Workers) error {
 	}
 	a.found.Regions, a.found.Bytes = len(found), a.capacity
 	a.mu.Unlock()
+	var announced sync.WaitGroup // workers that are slow cost their time once
 	for _, id := range ids {
 		// Nothing is lent before nobody reads what the process before had lent: see undrain.
-		workers.AnnounceRegion(announcedMemory(id, found[id]), false)
+		announced.Go(func() { workers.AnnounceRegion(announcedMemory(id, found[id]), false) })
+	}
+	announced.Wait()
+	for _, id := range ids {
 		if err := a.engine.AddDrainedRegion(id, found[id].Size()); err != nil {
 			return err
 		}

@@ -187,7 +187,7 @@ func (d *Directory) using(v *engine.Verification) (p *piece, turn *sync.Mutex) {
 		return nil, nil
 	}
 	p = d.pieces[v.Piece].Load()
-	if p == nil || int64(v.Slot) >= int64(p.Slots) {
+	if p == nil || !p.has(v) {
 		return nil, nil
 	}
 	p.life.RLock()
@@ -197,6 +197,16 @@ func (d *Directory) using(v *engine.Verification) (p *piece, turn *sync.Mutex) {
 	}
 	d.prepare(p) // without a turn: it waits for others who may want that
 	return p, &d.keepers.turn[(v.Piece*0x9E3779B1+v.Slot)%turns]
+}
+
+// has reports whether a chunk can be in the piece. Since it was named, its piece may have gone, and
+// another may have got the number.
+func (p *piece) has(v *engine.Verification) bool {
+	g := &p.form.Geometry
+	return v.Region == p.Region && int64(v.Slot) < int64(p.Slots) &&
+		v.Offset == uint64(p.Offset)+uint64(v.Slot)*uint64(p.Stride) && v.Pages >= 1 &&
+		v.Pages <= g.PagesPerChunk && len(v.Hashes) == v.Pages*g.DigestBytes &&
+		v.First%g.PagesPerChunk == 0 && (len(v.Prev) == 0 || len(v.Prev) == g.DigestBytes)
 }
 
 // keep writes the entry of a chunk, unless it has one. The chunk may go at any moment. The error

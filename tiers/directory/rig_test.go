@@ -91,6 +91,7 @@ func (m *machine) tryStart(d *Directory, c engine.Config) (_ *process, err error
 			p.close()
 		}
 	}()
+	d.checks = make(chan struct{}, 1) // one at a time
 	d.engine, d.bytes = p.e, func(region uint32) []byte { return m.memory[region] }
 	for _, r := range d.Regions() {
 		if int64(len(m.memory[r.ID])) != r.SizeBytes {
