@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lookaside import wire
 from lookaside.copies import Copies
@@ -15,6 +15,8 @@ from lookaside.session import Session, Subscriber
 from lookaside.stats import Collector
 from lookaside.worker.pages import Pages
 
+# Copies take milliseconds; this bounds what a stuck device can hold up.
+_DRAIN_PATIENCE_S = 5.0
 # What shutdown waits for a device that gives memory back.
 _UNMAP_PATIENCE_S = 5.0
 # Kinds of region that are mapped by pages of 2 MiB, where their pages and the kernel allow it.
@@ -34,6 +36,8 @@ class Live:
     regions: RegionSet
     max_pages: int
     """Pages of one PrepareStore, a multiple of a chunk."""
+    on_devices: list[int] = field(default_factory=list)
+    """The sidecar's own regions that are not nothing but memory."""
 
 
 class Link(Subscriber):
@@ -105,6 +109,8 @@ class Link(Subscriber):
             )
             if not region.read_only:
                 self._count(region.size, kept)
+                if region.kind not in _MEMORY_KINDS:
+                    live.on_devices.append(region.region)
         except RegionError as error:
             mapped()
             self._stats.add("errors")
@@ -135,7 +141,16 @@ class Link(Subscriber):
             )
 
     def on_lost(self, session: Session) -> None:
-        """End a session. Its mappings stay for the next one, and copies go on in them."""
+        """End a session. Its mappings stay for the next one, and copies go on in them.
+
+        A sidecar grants what lies on devices anew at once, whatever is claimed. So copies there are
+        waited for: there is no next session before their end, which is soon.
+        """
         live, self.live = self.live, None
-        if live is not None:
-            live.regions.close()
+        if live is None:
+            return
+        live.regions.close()
+        if live.on_devices and not live.regions.wait_idle(_DRAIN_PATIENCE_S):
+            self._log.warning(
+                "drain", "copies still use the devices of a session that is over; they stay ours"
+            )
