@@ -367,17 +367,20 @@ func (e *Engine) placed(s *space, at Place) uint32 {
 }
 
 // block has a slot be as if it held a chunk of a space that was dropped and is still read. What it
-// holds is dropped. It returns false if the slot is in use.
+// holds is dropped: even a beginning of that chunk, as a store might extend it. It returns false if
+// the slot is in use for another chunk.
 func (e *Engine) block(sp *space, ref uint32, chunk int) bool {
 	r, i := e.regions[ref>>recordBits], ref&recordMask
 	if int(i) < r.fresh {
-		switch s := &r.slots[i]; {
-		case s.state == ready && s.doomed(): // blocked before
-			return s.space == sp.id && int(s.chunk) == chunk
-		case s.state == filling || s.state == ready && !s.idle():
+		s := &r.slots[i]
+		if s.state == filling {
 			return false
-		case s.state == ready:
+		}
+		if s.state == ready {
 			e.doom(ref)
+		}
+		if s.state == ready { // it is in use
+			return s.space == sp.id && int(s.chunk) == chunk
 		}
 	}
 	gen, ok := r.claim(i)

@@ -362,7 +362,11 @@ func TestTakeOver(t *testing.T) {
 					if lose < 10 {
 						continue
 					}
-					x.Hashes = other[x.First*32 : (x.First+4)*32]
+					if lose < 20 {
+						x.Hashes = other[x.First*32 : (x.First+4)*32]
+					} else { // only its beginning is there
+						x.Pages, x.Hashes = 2, x.Hashes[:2*32]
+					}
 				}
 				x.Space = b.sp
 				b.ok(b.e.RestoreIn(num, []Restored{x}))
@@ -371,7 +375,7 @@ func TestTakeOver(t *testing.T) {
 		b.e.EndRestore()
 		return b
 	}
-	for lose, want := range map[int]int{-1: 8, 0: 0, 1: 4, 10: 0, 11: 4} {
+	for lose, want := range map[int]int{-1: 8, 0: 0, 1: 4, 10: 0, 11: 4, 20: 0, 21: 4} {
 		b := start(lose)
 		var early []uint64
 		for range 5 {

@@ -95,7 +95,7 @@ func (e *Engine) NextUnkept(buf []byte) (Verification, []byte, bool) {
 	e.mu.Lock()
 	defer e.unlock()
 	for e.unkept.n > 0 {
-		if ref, _, s := e.patrolled(e.unkept.pop()); s != nil && s.flags&moved == 0 {
+		if ref, _, s := e.patrolled(e.unkept.pop()); s != nil {
 			v, buf := e.verification(ref, buf[:0])
 			return v, buf, true
 		}
@@ -113,7 +113,7 @@ func (e *Engine) Publish(handle uint64, pages int, publish func()) bool {
 	e.mu.Lock()
 	defer e.unlock()
 	_, r, s := e.patrolled(handle)
-	if s == nil || r.foreign || s.flags&moved != 0 || pages < 1 || pages > int(s.pages) {
+	if s == nil || r.foreign || pages < 1 || pages > int(s.pages) {
 		return false
 	}
 	publish()

@@ -164,7 +164,7 @@ func (w *world) endKeep(i int) {
 	m.writes = slices.Delete(m.writes, i, i+1)
 	delete(p.kept, v.Slot) // the entry is written over; nobody reads that of a piece that is gone
 	ref, s := w.e.verifying(v.Handle)
-	want := s != nil && !s.unverified() && s.flags&moved == 0
+	want := s != nil && !s.unverified()
 	done := w.e.Publish(v.Handle, v.Pages, func() {
 		x := keptChunk{first: v.First, prev: v.Prev, hashes: v.Hashes}
 		for _, s := range w.spaces {
@@ -230,8 +230,7 @@ func (m *mirror) checkAll(w *world) {
 		pieces++
 		for i := range r.slots[:r.fresh] {
 			s := &r.slots[i]
-			if !w.e.cfg.Keep || s.state != ready || s.doomed() || s.unverified() ||
-				s.flags&moved != 0 {
+			if !w.e.cfg.Keep || s.state != ready || s.doomed() || s.unverified() {
 				continue
 			}
 			h := verifyHandle(r.num<<recordBits|uint32(i), s)
