@@ -150,8 +150,8 @@ func (w *world) endErrands() {
 			}
 			w.ended = append(w.ended, h) // it cannot be committed any more
 		}
-		for h, l := range s.loads {
-			if slices.ContainsFunc(l.extents, func(x Extent) bool {
+		for _, h := range sorted(s.loads) {
+			if slices.ContainsFunc(s.loads[h].extents, func(x Extent) bool {
 				return x.Region >= peerRegions
 			}) {
 				busy = true
@@ -160,8 +160,8 @@ func (w *world) endErrands() {
 				w.ended = append(w.ended, h)
 			}
 		}
-		for id, l := range s.lookups {
-			if len(l.waits) > 0 {
+		for _, id := range sorted(s.lookups) {
+			if len(s.lookups[id].waits) > 0 {
 				busy = true
 				w.check(w.e.Cancel(s.owner, id))
 				delete(s.lookups, id)
@@ -245,11 +245,9 @@ func (w *world) importAll(h *Handover, spaces map[SpaceID]SpaceID) {
 		}
 	}
 	for _, s := range w.sessions {
-		for _, st := range s.stores { // until the session ends its client may write to them
-			for _, gr := range st.grants {
-				s.writes = append(s.writes, gr)
-				m.written++
-			}
+		for _, h := range sorted(s.stores) { // until the session ends its client may write to them
+			s.writes = append(s.writes, s.stores[h].grants...)
+			m.written += uint64(len(s.stores[h].grants))
 		}
 		clear(s.stores)
 		ow := w.e.owners[s.owner]

@@ -195,12 +195,13 @@ func (w *world) endKeep(i int) {
 // check compares what is kept with what the engine and the arena have: all of it, or a part.
 func (m *mirror) check(w *world, all bool) {
 	left := 30
-	for num, p := range m.pieces {
-		r := w.e.regions[num]
+	for _, num := range slices.Sorted(maps.Keys(m.pieces)) {
+		r, p := w.e.regions[num], m.pieces[num]
 		if got := r.piece(); got != p.p {
 			w.fatal("piece %+v is told as %+v", got, p.p)
 		}
-		for slot, x := range p.kept {
+		for _, slot := range slices.Sorted(maps.Keys(p.kept)) {
+			x := p.kept[slot]
 			if left--; left < 0 && !all {
 				return
 			}
@@ -314,7 +315,8 @@ func (w *world) compareRestart(whole bool) {
 	for _, num := range slices.Sorted(maps.Keys(m.pieces)) {
 		p := m.pieces[num]
 		var all []Restored
-		for slot, x := range p.kept {
+		for _, slot := range slices.Sorted(maps.Keys(p.kept)) {
+			x := p.kept[slot]
 			ref := num<<recordBits | slot
 			_, s := w.e.slot(ref)
 			all = append(all, Restored{Slot: slot, Space: ids[x.space], First: x.first,
