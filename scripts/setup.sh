@@ -66,6 +66,8 @@ if ! { command -v pkg-config >/dev/null && pkg-config --exists libzmq; }; then m
 [[ -n ${python:-} ]] && has_venv "$python" || missing+=(python3-venv)
 if wanted redis; then
 	command -v redis-server >/dev/null && command -v redis-cli >/dev/null || missing+=(redis-server redis-tools)
+fi
+if wanted test; then
 	[[ -x /lib/systemd/systemd ]] || missing+=(systemd) # a test runs the example's unit
 fi
 if ((${#missing[@]})); then

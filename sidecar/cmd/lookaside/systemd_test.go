@@ -15,8 +15,8 @@ import (
 	"lookaside/sidecar/admin"
 )
 
-// userManager runs a service manager of its own, with the example's unit. It is systemd's manager of
-// a user, as the test does not run on a system that systemd has booted, perhaps.
+// userManager runs a service manager of its own, with the example's unit. It is systemd's manager
+// of a user, because systemd may not have booted the machine that the test runs on.
 type userManager struct {
 	t   *testing.T
 	dir string
