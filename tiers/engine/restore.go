@@ -109,9 +109,9 @@ func (p *pile[T]) close() {
 
 // Restore names slots that become ready again, in a region that was added carved and to which
 // nothing was ever stored. It takes effect with EndRestore. It may be called any number of times
-// for any region, also concurrently for different ones. It keeps nothing that entries point to.
-// ErrInvalid, with nothing of the call in effect: an entry that no engine can have had, or a slot
-// that an earlier call named.
+// for any region, and for several regions at the same time, but not for one. It keeps nothing that
+// entries point to. ErrInvalid, with nothing of the call in effect: an entry that no engine can
+// have had, or a slot that an earlier call named.
 func (e *Engine) Restore(region uint32, entries []Restored) error {
 	e.restores.RLock()
 	defer e.restores.RUnlock()
@@ -121,8 +121,9 @@ func (e *Engine) Restore(region uint32, entries []Restored) error {
 	return e.restoreIn(r, entries)
 }
 
-// RestoreIn is Restore for a piece, by the number that RestorePiece returned. ErrBusy: its region
-// is not drained any more.
+// RestoreIn is Restore for a piece, by the number that RestorePiece returned. Calls for one piece
+// must follow on one another; others may run at the same time. ErrBusy: its region is not drained
+// any more.
 func (e *Engine) RestoreIn(piece uint32, entries []Restored) error {
 	e.restores.RLock()
 	defer e.restores.RUnlock()
