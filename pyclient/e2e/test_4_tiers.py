@@ -69,8 +69,14 @@ class Machine:
     server: Server = field(init=False)
 
     def start_sidecar(self, **settings: str) -> None:
-        """settings: instead of those of before, where given."""
+        """settings: instead of those of before, where given.
+
+        Its arena is empty: what the tests look for is in the tiers, and a sidecar without the
+        directory of the one before does not find that one's memory with its workers.
+        """
         self.settings = settings or self.settings
+        directory = Path(self.stand.endpoint(self.name).format(rank=0)) / "directory"
+        directory.unlink(missing_ok=True)
         self.sidecar = self.stand.sidecar(
             0, self.name, settings={**PATIENT_SIDECAR, **self.settings}
         )

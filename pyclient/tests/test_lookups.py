@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from lookaside import wire
 from lookaside.lookups import Lookup, LookupClient
 from lookaside.scheduler.waiting import Waiting
@@ -578,6 +580,26 @@ def test_what_the_direct_socket_does_not_take_goes_over_zmq(ranks: Ranks) -> Non
     assert ranks.client.start(0, b"", bytes(32 * 60_000)).wait(30) == 9
     lookups = [ranks.client.start(0, b"", bytes(32 * 4000)) for _ in range(40)]
     assert [lookup.wait(30) for lookup in lookups] == [9] * 40
+
+
+def test_long_lookups_go_to_the_process_that_has_taken_over(ranks: Ranks, tmp_path: Path) -> None:
+    """The direct socket is the same; the endpoint for what it does not take may be another."""
+    ranks.answers(9, 9)
+    assert ranks.client.start(0, b"", bytes(32 * 60_000)).wait(30) == 9
+    endpoint = f"ipc://{tmp_path}/elsewhere.sock"
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+        pull.bind(endpoint)
+        peer, session = ranks.peers[0], ranks.sessions[0]
+        peer.conns[0].send(wire.Moved(peer.generation, endpoint, ""), peer.control)
+        until(lambda: session.welcome is not None and session.welcome.lookup_endpoint == endpoint)
+        lookup = ranks.client.start(0, b"", bytes(32 * 60_000))
+        assert pull.poll(30_000), "it went to the process before"
+        message = msgspec.msgpack.decode(pull.recv(), type=wire.Lookup)
+        assert message.session == session.session_id and len(message.hashes) == 32 * 60_000
+        # The answer, and what fits a packet, go over the direct socket.
+        peer.answer_lookup(message.session, wire.LookupResult(message.lookup, 9, 9 * 16))
+        assert lookup.wait(30) == 9
+        assert ranks.client.start(0, b"", bytes(32 * 4)).wait(30) is not None
 
 
 def test_a_dead_rank_is_not_waited_for(ranks: Ranks) -> None:
