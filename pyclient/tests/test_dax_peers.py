@@ -150,7 +150,7 @@ def test_lender_that_is_killed_in_a_load_begins_when_that_has_ended(
     kept(two, 0)
     two.sidecars[0].kill()
     until(lambda: two.sidecars[1].status()["peers"]["borrowing"]["pages"] == 0)
-    two.sidecars[0].start()
+    two.sidecars[0].start(wait=False)
     lender = two.sidecars[0].process
     assert lender is not None and lender.wait(30) != 0, "it has not waited"
     assert "the last owner" in two.sidecars[0].log.read_text()

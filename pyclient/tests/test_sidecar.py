@@ -89,7 +89,7 @@ class Sidecar:
         self.log = directory.parent / f"{directory.name}.log"
         self.start()
 
-    def start(self) -> None:
+    def start(self, wait: bool = True) -> None:
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in self.settings.items()]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -98,7 +98,8 @@ class Sidecar:
                 stdout=log,
                 stderr=log,
             )
-        until(self.answers, 60)
+        if wait:
+            until(self.answers, 60)
 
     def answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, self.log.read_text()
