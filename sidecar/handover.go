@@ -289,6 +289,7 @@ func (d *Daemon) leave(h *ipc.Handover, log *zap.Logger) error {
 		return err
 	}
 	d.given.Store(true)
+	d.arena.Leave()
 	err = h.Send(handover.TypeState, state, fds...)
 	for _, fd := range fds {
 		_ = unix.Close(fd)

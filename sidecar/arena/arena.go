@@ -66,6 +66,9 @@ type Arena interface {
 	// (Options.Inherited). The arena keeps ownership; they are valid until Close. Run has ended,
 	// and all is flushed. The error says why the memory cannot be handed over.
 	Handover() ([]int, error)
+	// Leave is called when another process has taken the memory over, with all leases. Nothing that
+	// is done here after that changes what that process has.
+	Leave()
 	// Close frees the memory, or leaves it to processes that hold it as well. Nothing in this
 	// process may use it any more. Clients keep their own mappings.
 	Close() error

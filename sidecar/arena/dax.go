@@ -58,6 +58,9 @@ func (a *DAX) Offer(fds []int) { closeAll(fds) }
 // Handover implements Arena.
 func (a *DAX) Handover() ([]int, error) { return nil, errDAXHandover }
 
+// Leave implements Arena.
+func (a *DAX) Leave() {}
+
 // Verify implements Arena.
 func (a *DAX) Verify(ctx context.Context, list []engine.Verification) { a.pool.Verify(ctx, list) }
 

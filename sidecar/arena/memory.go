@@ -470,6 +470,9 @@ func (a *memory) Handover() ([]int, error) {
 	return fds, nil
 }
 
+// Leave implements Arena.
+func (a *memory) Leave() { a.dir.Leave() }
+
 // Close implements Arena. The directory stays, with the regions that other processes hold.
 func (a *memory) Close() error {
 	if a.engine != nil {

@@ -64,6 +64,7 @@ type Directory struct {
 	fills   atomic.Uint64 // generations of slots given out
 	commits atomic.Uint64 // numbers of commits given out
 	kept    atomic.Int64  // valid entries; changed under the engine's lock
+	left    atomic.Bool   // see Leave
 	failed  atomic.Uint64
 	full    atomic.Bool // an entry could not be written, and that was logged
 
@@ -445,6 +446,9 @@ func (d *Directory) Hooks(c *engine.Config) {
 
 // onCarve enters a piece. A piece that the directory has found keeps its entries.
 func (d *Directory) onCarve(n engine.Piece) {
+	if d.left.Load() {
+		return
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, p := range d.names {
@@ -472,7 +476,7 @@ func (d *Directory) onCarve(n engine.Piece) {
 // onUncarve forgets a piece.
 func (d *Directory) onUncarve(num uint32) {
 	p := d.pieces[num].Swap(nil)
-	if p == nil {
+	if p == nil || d.left.Load() {
 		return
 	}
 	d.mu.Lock()
@@ -485,7 +489,7 @@ func (d *Directory) onUncarve(num uint32) {
 
 // onGone makes the entry of a slot invalid.
 func (d *Directory) onGone(num, slot uint32) {
-	if p := d.pieces[num].Load(); p != nil {
+	if p := d.pieces[num].Load(); p != nil && !d.left.Load() {
 		d.void(p, slot)
 	}
 }
@@ -527,6 +531,10 @@ func (d *Directory) Stats() Stats {
 	return Stats{Kept: int(d.kept.Load()), Failed: d.failed.Load()}
 }
 
+// Leave ends all changes of the file: another process has taken the directory over. What becomes of
+// chunks here is not noted any more.
+func (d *Directory) Leave() { d.left.Store(true) }
+
 // Close ends the keepers, waits for calls under way, and closes the file, which stays. Call it when
 // the engine is closed, so that no hook is called any more, and before the arena's memory is. It is
 // idempotent and returns its first error.
@@ -538,10 +546,11 @@ func (d *Directory) Close() error {
 	return d.err
 }
 
-// Remove is Close, and removes the file: nobody looks for what is in it.
+// Remove is Close, and removes the file, unless another process has it: nobody looks for what is in
+// it.
 func (d *Directory) Remove() error {
 	err := d.Close()
-	if d.lasting {
+	if d.lasting && !d.left.Load() {
 		err = errors.Join(err, os.Remove(d.path))
 	}
 	return err

@@ -187,7 +187,7 @@ func (d *Directory) using(v *engine.Verification) (p *piece, turn *sync.Mutex) {
 		return nil, nil
 	}
 	p = d.pieces[v.Piece].Load()
-	if p == nil || !p.has(v) {
+	if p == nil || !p.has(v) || d.left.Load() {
 		return nil, nil
 	}
 	p.life.RLock()

@@ -1,8 +1,10 @@
 package directory
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -13,12 +15,12 @@ import (
 	"lookaside/tiers/slab/media"
 )
 
-const (
-	// readBytes is how much of the entries is read at a time, but at least one entry.
-	readBytes = 1 << 20
-	// batchChunks is how many chunks go to the engine in one call.
-	batchChunks = 512
-)
+// batchChunks is how many chunks go to the engine in one call.
+const batchChunks = 512
+
+// readBytes is how much of the entries is read at a time, but at least one entry. A test changes
+// it.
+var readBytes = 1 << 20
 
 // Found is what Restore has found.
 type Found struct {
@@ -53,6 +55,8 @@ func (d *Directory) Restore() (Found, error) {
 		}
 		jobs = append(jobs, jobsOf(p, num)...)
 	}
+	// Parts of different pieces side by side: those of one wait for one another.
+	slices.SortStableFunc(jobs, func(x, y job) int { return cmp.Compare(x.from, y.from) })
 	var next atomic.Int64
 	var wait sync.WaitGroup
 	for range min(len(jobs), workers()) {

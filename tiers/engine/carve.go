@@ -36,8 +36,7 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 	}
 	spec := tableSpec{
 		slots: slots, ppc: c.geometry.PagesPerChunk, words: c.geometry.DigestBytes / 8,
-		routes: len(e.cfg.Tiers) > 0 && !c.isForeign, places: c.isForeign, sums: e.cfg.Sums &&
-			!c.isForeign,
+		routes: len(e.cfg.Tiers) > 0 && !c.isForeign, places: c.isForeign,
 		indexWords: indexWords, pieces: 1,
 	}
 	block := c.block
@@ -74,7 +73,7 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 		ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk),
 		words: c.geometry.DigestBytes / 8,
 		slots: m.slots, kin: m.kin, digests: m.digests, links: m.links.Slice(), routes: m.routes,
-		places: m.places, sums: m.sums,
+		places:   m.places,
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m, foreign: c.isForeign,
 	}
 	c.policy.Grow(r.num, slots)
@@ -186,10 +185,9 @@ type carved struct {
 
 	slots   []slot
 	kin     []kin
-	digests []uint64   // nil: a slot has one page
-	routes  []route    // nil: not wanted
-	places  []place    // likewise
-	sums    []chunkSum // likewise
+	digests []uint64 // nil: a slot has one page
+	routes  []route  // nil: not wanted
+	places  []place  // likewise
 	// by record; hardly any are ever written, so they take no huge pages of the block
 	links *dax.Table[link]
 	index *dax.Table[uint64] // nil: not wanted
@@ -219,7 +217,6 @@ const blockPieces = piecesOfArena
 type tableSpec struct {
 	slots, ppc, words int
 	routes, places    bool
-	sums              bool
 	indexWords        int // 0: no index
 	pieces            int // for how many regions to make a block, if one must be made
 }
@@ -232,9 +229,6 @@ func (t *tableSpec) bytes() int {
 	}
 	if t.places {
 		n += dax.CutBytes[place](t.slots)
-	}
-	if t.sums {
-		n += dax.CutBytes[chunkSum](t.slots)
 	}
 	return n
 }
@@ -277,9 +271,6 @@ func makeCarved(block *tableBlock, spec tableSpec) (_ *carved, err error) {
 	}
 	if spec.places {
 		c.places, left = dax.Cut[place](left, spec.slots)
-	}
-	if spec.sums {
-		c.sums, left = dax.Cut[chunkSum](left, spec.slots)
 	}
 	block.rest = left
 	return c, nil

@@ -20,8 +20,7 @@ func TestClockJumps(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench(t, 16, 4, Config{LeaseDeadline: 30 * time.Second,
-				Tiers: []TierAdmission{{Admit: AdmitStored}}, PartialDelay: time.Second,
-				Sums: true})
+				Tiers: []TierAdmission{{Admit: AdmitStored}}, PartialDelay: time.Second})
 			b.now = year
 			p, q := numbered(1, 10), numbered(2, 8)
 			b.store(p)

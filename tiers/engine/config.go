@@ -75,9 +75,6 @@ type Config struct {
 	OnUncarve func(piece uint32)
 	// Keep makes the engine queue new chunks for NextUnkept. A chunk takes 8 bytes while it waits.
 	Keep bool
-	// Sums makes the engine keep a checksum of each chunk, for a patrol of the arena; see
-	// NextUnsummed. It takes 16 bytes a slot.
-	Sums bool
 	// Tiers are the tiers below the arena, nearest first, at most MaxTiers. Default: none; nothing
 	// is queued then.
 	Tiers []TierAdmission

@@ -44,7 +44,6 @@ type Engine struct {
 	lent    lent
 	// unverified counts the slots that are, and is read without the lock.
 	unverified atomic.Int64
-	unsummed   recent
 	unkept     unkept
 
 	cascades cascades

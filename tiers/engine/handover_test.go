@@ -57,6 +57,7 @@ func (w *world) takeOver() {
 	// The other engine: the same regions, pieces and chunks.
 	m.pieces, m.writes, m.place, m.awake = map[uint32]*mirrorPiece{}, nil, PatrolPlace{}, false
 	w.patrols, w.patrolPlace, w.awake = nil, PatrolPlace{}, [modelTiers]bool{}
+	w.patrolSums = nil
 	w.drained, w.going = map[uint32]bool{}, map[uint32]bool{}
 	if m := &w.peers; m.loans != nil {
 		m.loans, m.rung, m.due = map[uint64]*modelLoan{}, false, false

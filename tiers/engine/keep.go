@@ -70,9 +70,6 @@ type unkept struct {
 // came notes that a ready slot has pages that it had not before.
 func (e *Engine) came(ref uint32) {
 	r, s := e.slot(ref)
-	if r.sums != nil {
-		e.unsummed.push(verifyHandle(ref, s))
-	}
 	if !e.cfg.Keep || r.foreign {
 		return
 	}

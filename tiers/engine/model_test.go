@@ -138,6 +138,7 @@ type world struct {
 	verified, corrupt int
 	patrols           []patrolling
 	patrolPlace       PatrolPlace
+	patrolSums        map[patrolledPages]uint64
 	compared          int // checksums, with that of before
 	nextRegion        uint32
 	moved, unplugged  int
@@ -254,7 +255,6 @@ func newWorld(t *testing.T, seed uint64) *world {
 		w.awake[work] = true
 	}
 	cfg.ForeignSlots, cfg.CopyAfter = w.startPeers()
-	cfg.Sums = w.chance(2)
 	w.startMirror(&cfg)
 	for range w.rng.IntN(4) {
 		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)),

@@ -1,18 +1,9 @@
 package engine
 
 // Patrol finds out, while the arena is in use, that bytes in it have changed. Its driver reads the
-// chunks that are held, again and again, and compares their checksums. With Config.Sums the engine
-// keeps one checksum a chunk. The first to read the chunk makes it (NextUnsummed, NoteSum), some
-// time after the commit: nothing waits for it, but what changes before that is not found. Nothing
-// is leased: a chunk may leave at any moment. Then what was read of it is void, and its handle
-// changes nothing.
-
-// chunkSum is the checksum of a slot's first pages, as they were under one generation.
-type chunkSum struct {
-	sum   uint64
-	gen   uint32
-	pages uint16 // 0: there is none
-}
+// chunks that are held, again and again, and compares their checksums, which it has from when they
+// were kept (keep.go). Nothing is leased: a chunk may leave at any moment. Then what was read of it
+// is void, and its handle changes nothing.
 
 // patrolled resolves a handle of something that may be read: held, and verified if it was restored.
 func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
@@ -20,29 +11,6 @@ func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
 		return 0, nil, nil
 	}
 	return ref, e.regions[ref>>recordBits], s
-}
-
-// NextUnsummed returns the oldest of the chunks that have come or grown of late and have no
-// checksum. Its digests are in buf, which is returned for its reuse. false: there is none.
-func (e *Engine) NextUnsummed(buf []byte) (Verification, []byte, bool) {
-	e.mu.Lock()
-	defer e.unlock()
-	for e.unsummed.n > 0 {
-		if ref, r, s := e.patrolled(e.unsummed.pop()); s != nil &&
-			r.sums[ref&recordMask].of(s) == 0 {
-			v, buf := e.verification(ref, buf[:0])
-			return v, buf, true
-		}
-	}
-	return Verification{}, buf, false
-}
-
-// of returns how many pages of s the checksum covers. 0 means that it belongs to another content.
-func (c *chunkSum) of(s *slot) int {
-	if c.gen != s.gen || c.pages != s.pages {
-		return 0
-	}
-	return int(c.pages)
 }
 
 // PatrolPlace is where a walk over the arena is. The zero PatrolPlace is its beginning.
@@ -72,25 +40,6 @@ func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []by
 	}
 	*at = PatrolPlace{}
 	return v, buf, false
-}
-
-// NoteSum notes the checksum of a chunk, as NextUnsummed, NextPatrol or a CascadeItem named it.
-// known reports that there was one already; same reports that it is the same.
-func (e *Engine) NoteSum(handle uint64, pages int, sum uint64) (known, same bool) {
-	e.mu.Lock()
-	defer e.unlock()
-	ref, r, s := e.patrolled(handle)
-	if s == nil || r.sums == nil || pages < 1 || pages > int(s.pages) {
-		return false, true
-	}
-	c := &r.sums[ref&recordMask]
-	if c.gen == s.gen && int(c.pages) == pages {
-		return true, c.sum == sum
-	}
-	if pages == int(s.pages) {
-		*c = chunkSum{sum, s.gen, s.pages}
-	}
-	return false, true
 }
 
 // DropRotten drops the chunk that a handle names, because its bytes have changed since they were

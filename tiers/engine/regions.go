@@ -62,9 +62,8 @@ type region struct {
 	leased   int    // slots with pins or with an extension under way
 	lastUse  uint64 // newest stamp
 
-	foreign bool       // its slots stand for chunks in peers' memory, and it has none itself
-	places  []place    // by slot, of a foreign region
-	sums    []chunkSum // by slot; nil without Config.Sums
+	foreign bool    // its slots stand for chunks in peers' memory, and it has none itself
+	places  []place // by slot, of a foreign region
 
 	mem *carved // what the slices lie in
 }

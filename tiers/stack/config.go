@@ -80,10 +80,10 @@ type Config struct {
 	PatrolBytes int64
 	// PatrolEvery is the least time that one walk over the arena takes. Default 10 min.
 	PatrolEvery time.Duration
-	// Recheck, if given, compares a chunk with a checksum kept elsewhere. known reports whether
-	// there is one. An error that wraps tiers.ErrCorrupt means that the chunk has changed; any
-	// other error means that it cannot be read. The chunk has no lease. Default: the engine has the
-	// checksums (engine.Config.Sums).
+	// Recheck compares a chunk with the checksums that it was committed with. known reports whether
+	// there are any; it may make them then. An error that wraps tiers.ErrCorrupt means that the
+	// chunk has changed; any other error means that it cannot be read. The chunk has no lease. It
+	// must be given with PatrolBytes.
 	Recheck func(v *engine.Verification) (known bool, err error)
 	// Peers, if given, leases chunks of other sidecars. Lookups try it before all tiers. The engine
 	// must have ForeignSlots, and Bell.Ring as its Wake. Its CopyAfter sets which chunks are copied
@@ -157,6 +157,9 @@ func (c *Config) validate() error {
 		min(c.MaxPendingBytes, c.BounceBytes, c.PatrolBytes) < 0 ||
 		min(c.LookupDeadline, c.Linger, c.BorrowTimeout, c.PatrolEvery) < 0 {
 		return fmt.Errorf("%w: a limit of the stack is negative", tiers.ErrInvalid)
+	}
+	if c.PatrolBytes > 0 && c.Recheck == nil {
+		return fmt.Errorf("%w: a patrol without Recheck", tiers.ErrInvalid)
 	}
 	if len(c.Tiers) > engine.MaxTiers {
 		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers),

@@ -2,22 +2,17 @@ package stack
 
 import (
 	"errors"
-	"fmt"
 	"slices"
 	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
 
-	"lookaside/dax"
-	"lookaside/dax/memcopy"
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
 )
 
 const (
-	// patrolPoll is how often the patroller looks for new chunks.
-	patrolPoll = 100 * time.Millisecond
 	// patrolYields is how long it waits at most, before each chunk, for loads to end.
 	patrolYields = time.Second
 	// rotLogEvery is the least time between two log lines about chunks that have rotted: a failing
@@ -34,12 +29,7 @@ type patrol struct {
 	mute atomic.Uint64 // chunks that were dropped since, without a line
 }
 
-// errRotten is why a chunk is dropped: its bytes have changed since they were committed.
-var errRotten = fmt.Errorf("%w: its bytes in the arena have changed since they were committed",
-	tiers.ErrCorrupt)
-
-// patroller reads the arena's chunks, at most Config.PatrolBytes a second: new chunks first, which
-// get their checksum, then all chunks, over and over.
+// patroller reads the arena's chunks over and over, at most Config.PatrolBytes a second.
 func (s *Stack) patroller() {
 	var (
 		names []byte
@@ -48,32 +38,24 @@ func (s *Stack) patroller() {
 		began = walk
 		rate  float64 // of the walk, in bytes a second
 	)
-	for {
-		v, names2, ok := s.engine.NextUnsummed(names)
-		names = names2
-		if now := time.Now(); !ok && !now.Before(walk) {
-			if rate == 0 { // a new walk
-				began = now
-				rate = min(float64(s.cfg.PatrolBytes),
-					float64(max(s.engine.Stats().UsedBytes, 1))/s.cfg.PatrolEvery.Seconds())
-			}
-			if v, names, ok = s.engine.NextPatrol(&place, names); ok {
-				walk = now.Add(time.Duration(float64(s.sizeOf(&v)) / rate * 1e9))
-			} else {
-				s.patrol.passes.Add(1)
-				rate = 0
-				walk = began.Add(s.cfg.PatrolEvery)
-			}
+	for sleep(s.ctx, time.Until(walk)) {
+		now := time.Now()
+		if rate == 0 { // a new walk
+			began = now
+			rate = min(float64(s.cfg.PatrolBytes),
+				float64(max(s.engine.Stats().UsedBytes, 1))/s.cfg.PatrolEvery.Seconds())
 		}
-		pause := min(max(time.Until(walk), 0), patrolPoll)
-		if ok {
-			s.giveWay()
-			s.recheck(&v)
-			pause = time.Duration(float64(s.sizeOf(&v)) / float64(s.cfg.PatrolBytes) * 1e9)
+		var v engine.Verification
+		var ok bool
+		if v, names, ok = s.engine.NextPatrol(&place, names); !ok {
+			s.patrol.passes.Add(1)
+			rate = 0
+			walk = began.Add(s.cfg.PatrolEvery)
+			continue
 		}
-		if !sleep(s.ctx, pause) {
-			return
-		}
+		walk = now.Add(time.Duration(float64(s.sizeOf(&v)) / rate * 1e9))
+		s.giveWay()
+		s.recheck(&v)
 	}
 }
 
@@ -93,11 +75,7 @@ func (s *Stack) giveWay() {
 // recheck compares a chunk with its checksum, and drops it if they differ. It returns false if it
 // was dropped or cannot be read.
 func (s *Stack) recheck(v *engine.Verification) bool {
-	check := s.cfg.Recheck
-	if check == nil {
-		check = s.compare
-	}
-	known, err := check(v)
+	known, err := s.cfg.Recheck(v)
 	if known {
 		s.patrol.checked.Add(1)
 	}
@@ -116,29 +94,6 @@ func (s *Stack) recheck(v *engine.Verification) bool {
 		zap.Uint32("region", v.Region), zap.Uint64("offset", v.Offset), zap.Int("pages", v.Pages),
 		zap.Uint64("not_logged_before", s.patrol.mute.Swap(0)))
 	return false
-}
-
-// compare is the default of Config.Recheck. It uses the engine's checksums; a chunk that has none
-// gets one.
-func (s *Stack) compare(v *engine.Verification) (known bool, err error) {
-	size := s.sizeOf(v)
-	if size == 0 {
-		return false, nil // its space is closed
-	}
-	mem := s.cfg.Arena(v.Region)[v.Offset : int64(v.Offset)+size]
-	y := memcopy.NewYielder(4)
-	var sums [1]uint64
-	if err := dax.Guard(func() {
-		memcopy.Sums(mem, len(mem), []uint64{v.Handle}, sums[:],
-			y.Yield)
-	}, mem); err != nil {
-		return false, err
-	}
-	known, same := s.engine.NoteSum(v.Handle, v.Pages, sums[0])
-	if !same {
-		return true, errRotten
-	}
-	return known, nil
 }
 
 // recheckItems rechecks what is about to be written to a tier. It returns the items that may be

@@ -4,15 +4,62 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
+	"lookaside/dax"
+	"lookaside/tiers"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
+
+// sums has the checksums of chunks, each from when it was first seen.
+type sums struct {
+	mu    sync.Mutex
+	known map[summed]uint64
+	arena func(region uint32) []byte
+}
+
+type summed struct {
+	handle uint64
+	pages  int
+}
+
+// recheck is Config.Recheck.
+func (s *sums) recheck(v *engine.Verification) (known bool, err error) {
+	mem := s.arena(v.Region)[v.Offset:][:v.Pages*pageBytes]
+	var sum uint64
+	if err := dax.Guard(func() { sum = xxh3.Hash(mem) }, mem); err != nil {
+		return false, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	key := summed{v.Handle, v.Pages}
+	was, known := s.known[key]
+	if known && was != sum {
+		return true, tiers.ErrCorrupt
+	}
+	s.known[key] = sum
+	return known, nil
+}
+
+// keepAll makes the checksums of all that was committed of late, as keepers do.
+func (r *rig) keepAll() {
+	for {
+		v, _, ok := r.engine.NextUnkept(nil)
+		if !ok {
+			return
+		}
+		if _, err := r.cfg.Recheck(&v); err != nil {
+			r.t.Fatal(err)
+		}
+	}
+}
 
 // patrolled are the options of a rig whose arena is walked over in a minute.
 func patrolled(o rigOptions) rigOptions {
@@ -22,10 +69,16 @@ func patrolled(o rigOptions) rigOptions {
 		if config != nil {
 			config(c)
 		}
+		c.Recheck = (&sums{known: map[summed]uint64{}, arena: c.Arena}).recheck
 	}
 	books := o.engine
 	o.engine = func(c *engine.Config) {
-		c.Sums = true
+		wake := c.Wake
+		c.Keep, c.Wake = true, func(w engine.Work) {
+			if w != engine.WorkKeep {
+				wake(w)
+			}
+		}
 		if books != nil {
 			books(c)
 		}
@@ -63,8 +116,9 @@ func TestPatrolFindsRot(t *testing.T) {
 			all[i] = prefix(rnd, 3*ppc, byte(i))
 			r.store(all[i], 2*ppc+1)
 		}
-		time.Sleep(2 * time.Second) // all have their checksums
-		r.store(all[7], 3*ppc)      // the last chunk is extended
+		r.keepAll()
+		r.store(all[7], 3*ppc) // the last chunk is extended
+		r.keepAll()
 		time.Sleep(3 * time.Minute)
 		if st := r.engine.Stats(); st.Rotten != 0 || r.patrol.passes.Load() < 2 ||
 			r.patrol.checked.Load() < 2*3*n {
@@ -114,7 +168,7 @@ func TestRotDoesNotCascade(t *testing.T) {
 		good, bad := prefix(rnd, 2*ppc, 1), prefix(rnd, 2*ppc, 2)
 		r.store(good, 2*ppc)
 		r.store(bad, 2*ppc)
-		time.Sleep(time.Second)
+		r.keepAll()
 		// Its place is not looked up by a lookup, which would be its first use.
 		for i := range len(r.arena) / pageBytes {
 			page := r.arena[i*pageBytes : (i+1)*pageBytes]
@@ -149,7 +203,7 @@ func TestRotDoesNotCascade(t *testing.T) {
 		r.want(3, bad, 0, 2*ppc, ppc)
 		r.clearArena()
 		r.want(4, good, 0, 2*ppc, 2*ppc) // comes up
-		time.Sleep(time.Second)
+		r.keepAll()
 		checked := r.patrol.checked.Load()
 		r.at(5, good, ppc)[0]++
 		time.Sleep(2 * time.Hour)
@@ -213,7 +267,7 @@ func TestPatrolMeetsBadMemory(t *testing.T) {
 			for i := range 4 {
 				r.store(prefix(rnd, 2*ppc, byte(i)), 2*ppc)
 			}
-			time.Sleep(time.Second)
+			r.keepAll()
 			if err := f.Truncate((slots - 1) * slotBytes / 4096 * 4096); err != nil {
 				t.Fatal(err)
 			}

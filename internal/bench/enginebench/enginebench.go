@@ -101,7 +101,7 @@ func run(pages, ppc int) (f Figures, err error) {
 		return f, err
 	}
 	e, err := engine.New(engine.Config{OwnerShare: 1, ArenaLimitBytes: int64(f.Pages) * pageBytes,
-		Seed: 1, Sums: true})
+		Seed: 1, Keep: true})
 	if err != nil {
 		return f, err
 	}
