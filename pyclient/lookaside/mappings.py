@@ -191,9 +191,18 @@ class Mappings:
 
     def held(self) -> list[int]:
         """Return copies of the descriptors of memory that is kept. The caller closes them."""
+        copies: list[int] = []
         with self._lock:
             kept = [m for m in self._kept.values() if m.memory and m.failed is None]
-            return [os.dup(mapping.fd) for mapping in kept[: wire.MAX_HELD_FDS]]
+            try:
+                for mapping in kept[: wire.MAX_HELD_FDS]:
+                    copies.append(os.dup(mapping.fd))
+            except OSError as error:
+                # Better none than some: the sidecar begins anew instead of with holes.
+                logger.warning("memory cannot be given back to the sidecar: %s", error)
+                while copies:
+                    os.close(copies.pop())
+        return copies
 
     def wait_unmapped(self, timeout_s: float) -> bool:
         """Wait until all that is mapped is kept or in use; return whether it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass, field
 
 from lookaside import wire
@@ -14,6 +15,9 @@ from lookaside.regions import RegionSet
 from lookaside.session import Session, Subscriber
 from lookaside.stats import Collector
 from lookaside.worker.pages import Pages
+
+# Below "vllm", so that its handlers show it.
+logger = logging.getLogger("vllm.lookaside")
 
 # Copies take milliseconds; this bounds what a stuck device can hold up.
 _DRAIN_PATIENCE_S = 5.0
@@ -28,6 +32,18 @@ _FILE_KIND = "file"
 _MEMORY_KINDS = ("memfd", "thp", "hugetlb")
 
 
+@dataclass(slots=True)
+class Memory:
+    """The sidecar's own regions of a session. For the session's thread alone."""
+
+    mapped_bytes: int = 0
+    """Mapped, and pinned for a GPU, in this session."""
+    kept_bytes: int = 0
+    """Mapped in an earlier one."""
+    on_devices: bool = False
+    """Some of it is not nothing but memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """The present session, and the mappings that its grants point into."""
@@ -36,8 +52,7 @@ class Live:
     regions: RegionSet
     max_pages: int
     """Pages of one PrepareStore, a multiple of a chunk."""
-    on_devices: list[int] = field(default_factory=list)
-    """The sidecar's own regions that are not nothing but memory."""
+    memory: Memory = field(default_factory=Memory)
 
 
 class Link(Subscriber):
@@ -108,9 +123,7 @@ class Link(Subscriber):
                 then=mapped,
             )
             if not region.read_only:
-                self._count(region.size, kept)
-                if region.kind not in _MEMORY_KINDS:
-                    live.on_devices.append(region.region)
+                self._count(live.memory, region, kept)
         except RegionError as error:
             mapped()
             self._stats.add("errors")
@@ -119,13 +132,27 @@ class Link(Subscriber):
                 f"region {region.read_only}", "region %d of %s: %s", region.region, whose, error
             )
 
-    def _count(self, size: int, kept: bool) -> None:
-        self._stats.add("regions_kept" if kept else "regions_mapped")
-        self._stats.add("kept_bytes" if kept else "mapped_bytes", size)
+    def _count(self, memory: Memory, region: wire.RegionAdded, kept: bool) -> None:
+        """Count a region of the sidecar's own that was mapped, or was mapped before."""
+        memory.on_devices = memory.on_devices or region.kind not in _MEMORY_KINDS
+        if kept:
+            memory.kept_bytes += region.size
+            self._stats.add("regions_kept")
+            self._stats.add("kept_bytes", region.size)
+        else:
+            memory.mapped_bytes += region.size
+            self._stats.add("regions_mapped")
+            self._stats.add("mapped_bytes", region.size)
 
     def on_regions_ready(self, session: Session) -> None:
         """Give up what earlier sessions have mapped and this one has not: it is nobody's now."""
         self.mappings.drop_kept()
+        if self.live is not None:
+            logger.info(
+                "the sidecar's memory: %d MiB mapped, %d MiB kept from the session before",
+                self.live.memory.mapped_bytes >> 20,
+                self.live.memory.kept_bytes >> 20,
+            )
 
     def on_given_up(self, session: Session) -> None:
         """Give up everything that is mapped: no sidecar has come for long."""
@@ -150,7 +177,7 @@ class Link(Subscriber):
         if live is None:
             return
         live.regions.close()
-        if live.on_devices and not live.regions.wait_idle(_DRAIN_PATIENCE_S):
+        if live.memory.on_devices and not live.regions.wait_idle(_DRAIN_PATIENCE_S):
             self._log.warning(
                 "drain", "copies still use the devices of a session that is over; they stay ours"
             )
