@@ -369,6 +369,11 @@ func TestLookupSocketsMove(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer next.Close()
+	for _, fd := range directs { // as by os.File.Fd
+		if err := unix.SetNonblock(fd, false); err != nil {
+			t.Fatal(err)
+		}
+	}
 	held := [][]byte{a.lookup(1<<41, 3), a.lookup(1<<41+1, 4)}
 	if err := errors.Join(next.Adopt(2, secretOf(2), directs[2], held),
 		next.Adopt(3, secretOf(3), directs[3], nil),

@@ -389,6 +389,11 @@ func (l *LookupSockets) serveRest() bool {
 func (l *LookupSockets) Adopt(id uint64, secret []byte, fd int, held [][]byte) error {
 	to := &replyTo{secret: bytes.Clone(secret)}
 	if fd >= 0 {
+		// It may have become blocking on its way, and the loop must never wait for one session.
+		if err := unix.SetNonblock(fd, true); err != nil {
+			closeFD(fd)
+			return fmt.Errorf("direct socket: %w", err)
+		}
 		to.direct = &direct{fd: fd}
 	}
 	if !l.do(func() {

@@ -76,7 +76,7 @@ func Dial(dir string, shape Shape, number, pages int) (_ *Prefix, err error) {
 
 func (p *Prefix) connectScheduler(dir string) (err error) {
 	hello := p.worker.shape.hello()
-	hello.Role, hello.PageBytes = wire.RoleScheduler, 0
+	hello.Role, hello.PageBytes, hello.Direct = wire.RoleScheduler, 0, p.worker.shape.Direct
 	if p.scheduler, err = client.Dial(dir, &hello, Patience); err != nil {
 		return err
 	}

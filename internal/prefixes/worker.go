@@ -16,6 +16,8 @@ import (
 type Shape struct {
 	PageBytes     int64
 	PagesPerChunk int
+	// Direct has schedulers use direct sockets, as vLLM's do, instead of ZMQ.
+	Direct bool
 }
 
 // EngineID is the engine that every worker and scheduler of this package belongs to.

@@ -164,7 +164,8 @@ func (r *rig) fill(f *Figures) (err error) {
 	if r.server, err = r.start(false); err != nil {
 		return err
 	}
-	shape := prefixes.Shape{PageBytes: pageBytes, PagesPerChunk: pagesPerChunk}
+	// As vLLM: ZMQ connects anew only some 100 ms after a sidecar has replaced another.
+	shape := prefixes.Shape{PageBytes: pageBytes, PagesPerChunk: pagesPerChunk, Direct: true}
 	if err := r.until(func() error {
 		e, err := prefixes.Dial(r.dir, shape, 0, r.pages())
 		if err == nil {

@@ -113,7 +113,13 @@ func serveBy(t *testing.T, command []string, args ...string) *server {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir = filepath.Join(dir, "rank-0")
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return serveIn(t, filepath.Join(dir, "rank-0"), command, args...)
+}
+
+// serveIn is serveBy for a directory.
+func serveIn(t *testing.T, dir string, command []string, args ...string) *server {
+	t.Helper()
 	s := &server{t: t, dir: dir, exited: make(chan struct{})}
 	s.cmd = exec.Command(command[0], slices.Concat(command[1:], []string{"serve", "--runtime-dir",
 		dir}, args)...)
@@ -143,7 +149,6 @@ func serveBy(t *testing.T, command []string, args ...string) *server {
 	t.Cleanup(func() {
 		_ = s.cmd.Process.Kill()
 		<-s.exited
-		os.RemoveAll(filepath.Dir(dir))
 	})
 	select {
 	case <-ready:
