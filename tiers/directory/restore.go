@@ -61,8 +61,9 @@ func (d *Directory) Restore() (Found, error) {
 	var wait sync.WaitGroup
 	for range min(len(jobs), workers()) {
 		wait.Go(func() {
+			var buf []byte
 			for i := next.Add(1) - 1; i < int64(len(jobs)); i = next.Add(1) - 1 {
-				r.read(&jobs[i])
+				buf = r.read(&jobs[i], buf)
 			}
 		})
 	}
@@ -141,8 +142,8 @@ func (r *restorer) space(p *piece, fp tiers.Fingerprint) engine.SpaceID {
 	return id
 }
 
-// read reads entries and passes their chunks on.
-func (r *restorer) read(j *job) {
+// read reads entries into buf, which it returns for its reuse, and passes their chunks on.
+func (r *restorer) read(j *job, buf []byte) []byte {
 	d, p := r.d, j.p
 	file := d.file
 	size := int64(p.form.EntryBytes)
@@ -151,12 +152,12 @@ func (r *restorer) read(j *job) {
 	// Entries that were never written take no memory, and are not read.
 	skip := int((file.data(begin, end) - begin) / size)
 	if j.from += skip; j.from >= j.to {
-		return
+		return buf
 	}
-	b := make([]byte, (j.to-j.from)*p.form.EntryBytes)
+	b := sized(buf, (j.to-j.from)*p.form.EntryBytes)
 	if _, err := file.f.ReadAt(b, begin+int64(skip)*size); err != nil {
 		r.fail(fmt.Errorf("entries of region %d: %w", p.Region, err))
-		return
+		return b
 	}
 	batch := make([]engine.Restored, 0, min(j.to-j.from, batchChunks))
 	for slot := j.from; slot < j.to; slot++ {
@@ -188,6 +189,7 @@ func (r *restorer) read(j *job) {
 		}
 	}
 	r.pass(j, batch)
+	return b
 }
 
 // pass passes chunks on to the engine.
