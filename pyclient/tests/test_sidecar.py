@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +122,16 @@ class Sidecar:
     def restart(self) -> None:
         self.kill()
         self.start()
+
+    def take_over(self) -> None:
+        """Start another process that takes over, and wait for the end of the one before."""
+        before, settings = self.process, self.settings
+        assert before is not None
+        self.settings = {**settings, "takeover": "true"}
+        self.start(wait=False)
+        self.settings = settings
+        assert before.wait(60) == 0, self.log.read_text()
+        until(self.answers, 60)
 
     def status(self) -> dict[str, Any]:
         return status_of(self.directory)
@@ -579,6 +590,48 @@ def test_nothing_is_mapped_anew_after_a_kill(
     until(lambda: not claimed(sidecar.directory, but=engine.worker.link.session.generation))
     engine.save_now(engine.save(0, [5, 6], [501, 502]))
     until(lambda: engine.held(0, 501, 502) == 2)
+
+
+def test_takeover_is_not_noticed(
+    engine: Engine, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times, while the engine saves and loads all the time."""
+    attached = attachments(engine, monkeypatch)
+    sessions = [engine.worker.link.session, engine.sidecars.sessions[0]]
+    before = [session.session_id for session in sessions]
+    generation, mapped = sessions[0].generation, addresses(engine)
+    lost = [Heard() for _ in sessions]
+    for session, heard in zip(sessions, lost, strict=True):
+        session.subscribe(heard)
+    engine.save_now(engine.save(0, [1, 2], [1, 2]))
+    until(lambda: engine.held(0, 1, 2) == 2)
+    rounds = 0
+    for _ in range(3):
+        waiting = engine.lookup(0, 1, 2)  # answered by one process, loaded from the next
+        pid = sidecar.status()["pid"]
+        taking = threading.Thread(target=sidecar.take_over)
+        taking.start()
+        while taking.is_alive() or rounds % 5:
+            rounds += 1
+            names = [100 * rounds + 1, 100 * rounds + 2]
+            engine.save_now(engine.save(0, [1, 2], names))
+            until(lambda names=names: engine.held(0, *names) == 2)
+            engine.cache[10:12] = 0
+            assert engine.fetch(f"r{rounds}", names, [10, 11]) == 2
+            assert page(engine.cache, 10) == page(engine.cache, 1)
+            assert engine.held(0, 1, 2) == 2, "no lookup misses what was stored before"
+        taking.join()
+        status = sidecar.status()
+        assert status["pid"] != pid and len(status["sessions"]) == 2
+        engine.load_now(engine.spec(f"w{rounds}", waiting, [12, 13]))
+        assert page(engine.cache, 13) == page(engine.cache, 2)
+        rounds += 1
+    assert not engine.failed
+    assert [session.session_id for session in sessions] == before
+    assert all(session.generation == generation for session in sessions)
+    assert not any(heard.lost for heard in lost), "no session ended"
+    assert not attached and addresses(engine) == mapped, "nothing is mapped or pinned anew"
+    until(lambda: sidecar.status()["leases"] == 0)
 
 
 _F_OFD_GETLK = 36
