@@ -85,8 +85,15 @@ func newScratch() *scratch { return &scratch{yield: memcopy.NewYielder(4)} }
 // keeper keeps chunks until the directory is closed.
 func (d *Directory) keeper() {
 	k := newScratch()
-	for !d.keepers.ended() {
-		if d.keepNext(k) || d.keepLost(k) {
+	for n := 0; !d.keepers.ended(); {
+		if d.keepNext(k) {
+			if n++; n > 1 {
+				d.keepers.ring() // more wait than one keeper has kept meanwhile
+			}
+			continue
+		}
+		n = 0
+		if d.keepLost(k) {
 			continue
 		}
 		select {
@@ -110,7 +117,6 @@ func (d *Directory) keepNext(k *scratch) bool {
 	number, commit := ks.taken, d.commits.Add(1)
 	ks.doing[number] = true
 	ks.mu.Unlock()
-	ks.ring() // another keeper may find more
 	_ = d.keep(&v, commit, k)
 	ks.mu.Lock()
 	delete(ks.doing, number)
