@@ -371,7 +371,7 @@ func (s *siege) endChild(p *process) {
 	if p == nil {
 		return
 	}
-	p.ending.Do(func() { close(p.wanted) })
+	p.wanted.Store(true)
 	_ = p.stdin.Close()
 	s.end(p, syscall.SIGCONT, time.Minute)
 }

@@ -240,9 +240,6 @@ func attackForeignNumbers(ctx context.Context, s *siege) error {
 		return err
 	}
 	defer c.Close()
-	regions := map[uint32]*dax.Attached{}
-	p := &peer{worker: c, regions: regions, dir: s.endpoint()}
-	defer p.disconnect()
 	session := s.victimSession(wire.RoleScheduler)
 	if session == 0 {
 		return errors.New("the victim has no session")
@@ -341,7 +338,7 @@ func attackTwoModels(ctx context.Context, s *siege) error {
 	}
 	for round := 0; ctx.Err() == nil; round++ {
 		for i, set := range sets {
-			p := &peer{dir: s.endpoint(), engine: fmt.Sprintf("model-%d", i),
+			p := &peer{memory: client.NewMemory(), dir: s.endpoint(), engine: fmt.Sprintf("model-%d", i),
 				space: tiertest.NewSpace(fmt.Sprintf("model-%d", i), set.geometry)}
 			err := p.connect()
 			v := &victim{peer: p}
@@ -376,7 +373,7 @@ func attackFrozen(ctx context.Context, s *siege) error {
 	var frozen []*process
 	defer func() {
 		for _, p := range frozen {
-			p.ending.Do(func() { close(p.wanted) })
+			p.wanted.Store(true)
 			s.end(p, syscall.SIGKILL, time.Minute)
 		}
 	}()
@@ -403,7 +400,7 @@ func attackFrozen(ctx context.Context, s *siege) error {
 
 // ownSession starts a scheduler's session with its worker, with a model of the attacker's own.
 func (s *siege) ownSession(engine string) (*peer, error) {
-	p := &peer{dir: s.endpoint(), engine: engine, space: tiertest.NewSpace(engine,
+	p := &peer{memory: client.NewMemory(), dir: s.endpoint(), engine: engine, space: tiertest.NewSpace(engine,
 		tiers.Geometry{PageBytes: 4096, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 32})}
 	if err := p.connect(); err != nil {
 		p.disconnect()
@@ -889,7 +886,7 @@ func attackSignals(ctx context.Context, s *siege) error {
 			}
 		}
 		time.Sleep(time.Duration(rnd.IntN(50)) * time.Millisecond)
-		p.ending.Do(func() { close(p.wanted) })
+		p.wanted.Store(true)
 		kinds := []os.Signal{syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, syscall.SIGTERM}
 		sent := kinds[rnd.IntN(len(kinds))]
 		_ = p.cmd.Process.Signal(sent)

@@ -13,7 +13,6 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
@@ -76,14 +75,15 @@ type peer struct {
 
 	worker, scheduler *client.Session
 	lookups           *client.Lookups
-	regions           map[uint32]*dax.Attached
+	memory            *client.Memory // outlives the sessions
+	settled           bool           // the memory has only what this session has announced
 	next              uint64
 }
 
 // clientMain is a client process. It ends at the end of its standard input or by a signal. If the
 // sidecar goes away, it waits for the next one.
 func clientMain(args []string) error {
-	p := &peer{out: json.NewEncoder(os.Stdout), said: time.Now()}
+	p := &peer{out: json.NewEncoder(os.Stdout), said: time.Now(), memory: client.NewMemory()}
 	var seed uint64
 	var space int
 	fs := pflag.NewFlagSet("client", pflag.ContinueOnError)
@@ -145,8 +145,12 @@ func (p *peer) connect() (err error) {
 		PageBytes:     uint64(g.PageBytes),
 		PagesPerChunk: uint32(g.PagesPerChunk), DigestBytes: uint8(g.DigestBytes),
 		Fields: []wire.Field{{Key: "model", Value: p.space.Fingerprint.Short()}}}
-	p.regions = map[uint32]*dax.Attached{}
-	if p.worker, err = client.Dial(p.dir, &hello, patience); err != nil {
+	held := p.memory.Held()
+	hello.Held, p.settled = uint32(len(held)), false
+	if p.worker, err = client.Dial(p.dir, &hello, patience, held...); err != nil {
+		return err
+	}
+	if err := p.memory.BeginSession(); err != nil {
 		return err
 	}
 	for range p.worker.Welcome.Regions {
@@ -154,7 +158,7 @@ func (p *peer) connect() (err error) {
 			return err
 		}
 	}
-	hello.Role, hello.PageBytes = wire.RoleScheduler, 0
+	hello.Role, hello.PageBytes, hello.Held = wire.RoleScheduler, 0, 0
 	if p.scheduler, err = client.Dial(p.dir, &hello, patience); err != nil {
 		return err
 	}
@@ -170,16 +174,15 @@ func (p *peer) disconnect() {
 		_ = p.lookups.Close()
 		p.lookups = nil
 	}
+	if p.worker != nil {
+		_ = p.memory.EndSession(p.worker)
+	}
 	for _, s := range []*client.Session{p.scheduler, p.worker} {
 		if s != nil {
 			_ = s.Close()
 		}
 	}
 	p.scheduler, p.worker = nil, nil
-	for _, r := range p.regions {
-		_ = r.Close()
-	}
-	p.regions = nil
 }
 
 // recv attaches new regions and detaches removed ones until another packet of the worker's session
@@ -197,12 +200,17 @@ func (p *peer) recv(regions bool) ([]byte, error) {
 			err = m.Decode(b, &wire.DefaultLimits)
 			if err == nil && len(files) == 1 {
 				err = p.attach(&m, files[0])
+				files = nil
 			}
 		case wire.TypeRegionRemoved:
 			err = p.detach(b)
 		}
 		for _, f := range files {
 			f.Close()
+		}
+		if err == nil && p.worker.Ready && !p.settled {
+			p.settled = true
+			err = p.memory.Settle()
 		}
 		if err != nil {
 			return nil, err
@@ -214,18 +222,11 @@ func (p *peer) recv(regions bool) ([]byte, error) {
 	}
 }
 
-// attach maps a region, read-only if it is another sidecar's.
-func (p *peer) attach(m *wire.RegionAdded, file *os.File) (err error) {
-	var region *dax.Attached
-	if offset, size, page := int64(m.Offset), int64(m.SizeBytes), int64(m.PageSize); m.ReadOnly {
-		region, err = dax.AttachReadOnly(int(file.Fd()), offset, size, page)
-	} else {
-		region, err = dax.Attach(file, offset, size, page)
-	}
-	if err != nil {
+// attach maps a region, unless an earlier session has.
+func (p *peer) attach(m *wire.RegionAdded, file *os.File) error {
+	if err := p.memory.Add(m, file); err != nil {
 		return err
 	}
-	p.regions[m.Region] = region
 	return p.worker.Send(&wire.RegionMapped{Region: m.Region})
 }
 
@@ -236,12 +237,8 @@ func (p *peer) detach(b []byte) error {
 	if err := m.Decode(b, &wire.DefaultLimits); err != nil {
 		return err
 	}
-	r := p.regions[m.Region]
-	if r == nil {
-		return fmt.Errorf("region %d is to be removed, but never came", m.Region)
-	}
-	delete(p.regions, m.Region)
-	return errors.Join(r.Close(), p.worker.Send(&wire.RegionUnmapped{Region: m.Region}))
+	return errors.Join(p.memory.Remove(m.Region),
+		p.worker.Send(&wire.RegionUnmapped{Region: m.Region}))
 }
 
 // call sends a request and decodes its reply; granted is false if the sidecar refused it.
@@ -385,11 +382,11 @@ func (p *peer) take(t tiertest.Prefix, first, hit int) (g wire.LoadGrant, grante
 // page returns page i of an extent in the arena, checked as a client must check it.
 func (p *peer) page(e wire.Extent, i int) ([]byte, error) {
 	size := uint64(p.space.Geometry.PageBytes)
-	r, off := p.regions[e.Region], e.Offset+uint64(i)*size
-	if r == nil || off > uint64(len(r.Bytes())) || uint64(len(r.Bytes()))-off < size {
+	mem, off := p.memory.Bytes(e.Region), e.Offset+uint64(i)*size
+	if mem == nil || off > uint64(len(mem)) || uint64(len(mem))-off < size {
 		return nil, &wrongError{fmt.Sprintf("extent %+v is in no region that is mapped", e)}
 	}
-	return r.Bytes()[off:][:size], nil
+	return mem[off:][:size], nil
 }
 
 func (p *peer) load(t tiertest.Prefix, hit int) error {

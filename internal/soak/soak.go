@@ -112,6 +112,54 @@ func (s *soak) addNodes() {
 
 // startSidecar starts a node over the same media, each time with other settings.
 func (s *soak) startSidecar(n *node) error {
+	args, err := s.settings(n)
+	if err != nil {
+		return err
+	}
+	if n.process, err = s.spawn(n.name, nil, s.bin, args...); err != nil {
+		return err
+	}
+	if err := s.waitServing(n.endpoint, n.process); err != nil {
+		return fmt.Errorf("sidecar %q: %w", args, err)
+	}
+	return nil
+}
+
+// takeOver has another process take over from a node's, with other settings. It may be refused, as
+// for a smaller limit; then the one before goes on.
+func (s *soak) takeOver(n *node) {
+	args, err := s.settings(n)
+	var next *process
+	n.process.wanted.Store(true)
+	if err == nil {
+		next, err = s.spawn(n.name, nil, s.bin, append(args, "--takeover")...)
+	}
+	if err != nil {
+		s.problem("takeover: %v", err)
+		return
+	}
+	next.wanted.Store(true) // it may be refused
+	select {
+	case <-next.ended:
+		n.process.wanted.Store(false)
+		if err := s.waitServing(n.endpoint, n.process); err != nil {
+			s.problem("after a takeover that was refused: %v", err)
+		}
+		s.event(n.name + " refused a takeover")
+		return
+	case <-n.process.ended:
+	case <-time.After(time.Minute):
+		s.problem("%s has not been taken over in a minute", n.name)
+	}
+	n.process = next
+	next.wanted.Store(false)
+	if err := s.waitServing(n.endpoint, next); err != nil {
+		s.problem("after a takeover: %v", err)
+	}
+}
+
+// settings returns a command line for a node.
+func (s *soak) settings(n *node) ([]string, error) {
 	args := []string{
 		"serve", "--runtime-dir", n.endpoint, "--lifecycle-drain", "1s", "--lifecycle-flush", "2s",
 		"--peers-linger", "200ms",
@@ -122,7 +170,7 @@ func (s *soak) startSidecar(n *node) error {
 	}
 	if n.device != "" {
 		if err := s.makeDevice(n); err != nil {
-			return err
+			return nil, err
 		}
 		args = append(args, "--arena-kind", "dax", "--arena-dax-devices", n.device,
 			"--arena-dax-allow-files=true")
@@ -149,14 +197,7 @@ func (s *soak) startSidecar(n *node) error {
 		args = append(args, "--lmcache-worker-endpoint", "ipc://"+n.lmcache+"-worker",
 			"--lmcache-scheduler-endpoint", "ipc://"+n.lmcache+"-scheduler")
 	}
-	var err error
-	if n.process, err = s.spawn(n.name, nil, s.bin, args...); err != nil {
-		return err
-	}
-	if err := s.waitServing(n.endpoint, n.process); err != nil {
-		return fmt.Errorf("sidecar %q: %w", args, err)
-	}
-	return nil
+	return args, nil
 }
 
 // deviceBytes is the size of the file that stands in for a DAX device.
@@ -443,10 +484,23 @@ func (s *soak) chaos(ctx context.Context) {
 	case n < 28 && victim != nil:
 		s.event("client killed")
 		s.end(victim, syscall.SIGKILL, time.Minute)
-	case n < 50:
+	case n < 40:
 		s.event(at.name + " killed")
 		s.end(at.process, syscall.SIGKILL, time.Minute)
 		s.restart(at)
+	case n < 45 && victim != nil:
+		// The client may be copying. Nobody else may get what it copies to or from.
+		s.event("client stopped, " + at.name + " killed")
+		victim.stopped = true
+		_ = victim.cmd.Process.Signal(syscall.SIGSTOP)
+		s.end(at.process, syscall.SIGKILL, time.Minute)
+		s.restart(at)
+		s.wait(ctx, time.Duration(s.rnd.Int64N(int64(3*time.Second))))
+		_ = victim.cmd.Process.Signal(syscall.SIGCONT)
+		victim.stopped = false
+	case n < 50 && at.device == "":
+		s.event(at.name + " taken over")
+		s.takeOver(at)
 	case n < 58:
 		s.event(at.name + " ended")
 		s.note()
@@ -547,7 +601,7 @@ func (s *soak) operate() {
 
 func (s *soak) killPeers() {
 	for _, p := range s.peers {
-		p.ending.Do(func() { close(p.wanted) })
+		p.wanted.Store(true)
 		_ = p.cmd.Process.Kill()
 	}
 	for _, p := range s.peers {
@@ -563,7 +617,7 @@ func (s *soak) audit() {
 		s.killPeers()
 	}
 	for _, p := range s.peers {
-		p.ending.Do(func() { close(p.wanted) })
+		p.wanted.Store(true)
 		_ = p.stdin.Close()
 	}
 	for _, p := range s.peers {

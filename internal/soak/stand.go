@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -39,8 +40,7 @@ type process struct {
 	cmd     *exec.Cmd
 	stdin   io.Closer
 	ended   chan struct{} // closed after it was waited for
-	wanted  chan struct{} // closed when the run ends it
-	ending  sync.Once
+	wanted  atomic.Bool   // the run ends it, or has another process do so
 	stopped bool
 }
 
@@ -59,7 +59,7 @@ func (s *stand) end(p *process, sig os.Signal, patience time.Duration) {
 	if p == nil {
 		return
 	}
-	p.ending.Do(func() { close(p.wanted) })
+	p.wanted.Store(true)
 	_ = p.cmd.Process.Signal(sig)
 	if p.stopped {
 		_ = p.cmd.Process.Signal(syscall.SIGCONT)
@@ -77,8 +77,7 @@ func (s *stand) end(p *process, sig os.Signal, patience time.Duration) {
 // each is called for each line of its output.
 func (s *stand) spawn(name string, each func(line []byte), program string,
 	args ...string) (*process, error) {
-	p := &process{name: name, cmd: exec.Command(program, args...), ended: make(chan struct{}),
-		wanted: make(chan struct{})}
+	p := &process{name: name, cmd: exec.Command(program, args...), ended: make(chan struct{})}
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	log, err := os.OpenFile(filepath.Join(s.dir, name+".log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY,
 		0o600)
@@ -106,10 +105,7 @@ func (s *stand) spawn(name string, each func(line []byte), program string,
 				each(scan.Bytes())
 			}
 		}
-		err := p.cmd.Wait()
-		select {
-		case <-p.wanted:
-		default:
+		if err := p.cmd.Wait(); !p.wanted.Load() {
 			s.problem("%s ended by itself: %v\n%s", name, err, tail(log.Name(), 4000))
 		}
 	}()

@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
 	"lookaside/tiers/tiertest"
@@ -42,7 +43,7 @@ type victimReport struct {
 // prefix up, loads the hits, checks each byte and stores the rest. It ends at the end of its
 // standard input.
 func victimMain(args []string) error {
-	p := &peer{out: json.NewEncoder(os.Stdout), space: victimSpace, engine: "victim"}
+	p := &peer{memory: client.NewMemory(), out: json.NewEncoder(os.Stdout), space: victimSpace, engine: "victim"}
 	fs := pflag.NewFlagSet("victim", pflag.ContinueOnError)
 	fs.StringVar(&p.dir, "dir", "", "endpoint")
 	if err := fs.Parse(args); err != nil {
