@@ -18,7 +18,6 @@ import (
 	"syscall"
 	"time"
 
-	"lookaside/dax"
 	"lookaside/internal/freeport"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
