@@ -103,6 +103,11 @@ func (m *Memory) Remove(id uint32) error {
 		return fmt.Errorf("region %d is removed, but was never added", id)
 	}
 	delete(m.now, id)
+	for _, other := range m.now {
+		if other == r { // of a peer that was restarted, and has the same memory
+			return nil
+		}
+	}
 	return m.drop(r)
 }
 
