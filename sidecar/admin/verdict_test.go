@@ -116,6 +116,13 @@ func TestVerdicts(t *testing.T) {
 		{"the arena's devices fail: 1 of 4 slabs are given up: bad memory", func(st *Status) {
 			st.Arena.DAX = &DAXArenaState{Slabs: 4, SlabsGivenUp: 1, Error: "bad memory"}
 		}},
+		{"starting, the arena is waiting for workers: engines are connected, and find nothing yet",
+			func(st *Status) { st.Arena.State = "waiting for workers" }},
+		{"nothing is stored in what was found at the start, because clients of the sidecar before may still copy there: process 7, 9",
+			func(st *Status) {
+				engine(st, "a")
+				st.Arena.Recovered = RecoveredStatus{Frozen: true, PIDs: []int{7, 9}}
+			}},
 		{"draining: no new client is taken", func(st *Status) {
 			engine(st, "a")
 			st.State = stateDraining
@@ -123,6 +130,7 @@ func TestVerdicts(t *testing.T) {
 		}},
 	} {
 		st := Status{State: stateServing}
+		st.Arena.State = "ready"
 		c.make(&st)
 		if got := st.verdict(); got != c.want {
 			t.Errorf("%q, want %q", got, c.want)

@@ -95,12 +95,36 @@ func (a *DAX) Begin(control *dax.Control, books engine.Config) (*engine.Engine, 
 		a.Log.Info("device opened", zap.String("device", d.Path),
 			zap.String("size", bytesize.Format(d.SizeBytes)), zap.Int("chunks", d.Slots.Used))
 	}
+	if a.claimed() {
+		a.pool.Freeze()
+		a.Log.Info("nothing is granted or found yet: clients of the sidecar before may still copy",
+			zap.Ints("pids", a.Claims.Claimants(a.generation)))
+	}
 	a.Log.Info("devices recovered", zap.String("kind", string(settings.KindDAX)),
 		zap.String("capacity", bytesize.Format(st.TotalCapacityBytes)),
 		zap.Int("chunks_found", found.ReadySlots),
 		zap.String("of", bytesize.Format(found.UsedBytes)),
 		zap.Duration("in", time.Since(start).Round(time.Millisecond)))
 	return a.pool.Engine(), nil
+}
+
+// claimed reports whether a process may still copy to what an earlier run has granted it.
+func (a *DAX) claimed() bool {
+	held, err := a.Claims.Claims(a.generation)
+	return held || err != nil
+}
+
+// thaw ends the time in which nothing is granted, if it is over. It returns false if it is not.
+func (a *DAX) thaw() bool {
+	if !a.pool.Frozen() {
+		return true
+	}
+	if a.claimed() {
+		return false
+	}
+	a.pool.Thaw()
+	a.Log.Info("no client of the sidecar before copies any more")
+	return true
 }
 
 // MemoryBytes implements Arena. Control groups do not count devices.
@@ -205,10 +229,14 @@ func (a *DAX) Run(ctx context.Context, workers Workers) {
 	tick := time.NewTicker(usageEvery)
 	defer tick.Stop()
 	for {
+		wait := tick.C
+		if !a.thaw() {
+			wait = time.After(claimsEvery)
+		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-tick.C:
+		case <-wait:
 		case <-workers.Wanted():
 		}
 		a.publish()
@@ -238,6 +266,9 @@ func (a *DAX) Status(stats *engine.Stats) Status {
 		State: Ready, Kind: settings.KindDAX, Reason: "it was asked for", LimitBytes: p.TotalCapacityBytes,
 		CapacityBytes: p.TotalCapacityBytes, UsedBytes: stats.UsedBytes,
 		DAX: &DAXStatus{HotPlug: a.Options.DAX.HotPlug, Devices: p, Stats: a.pool.Stats()},
+	}
+	if st.Reuse.Waiting = a.pool.Frozen(); st.Reuse.Waiting {
+		st.Reuse.PIDs = a.Claims.Claimants(a.generation)
 	}
 	st.Kept, st.Waiting, st.Found.Chunks = st.DAX.Stats.Kept, st.DAX.Stats.Waiting, a.found
 	a.mu.Lock()

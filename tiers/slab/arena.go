@@ -158,6 +158,26 @@ func (a *Arena) MakeRoom(g tiers.Geometry, slots int) {
 // some before they are granted, and then a chunk would be evicted.
 const spareSlots = 32
 
+// Freeze has the arena grant no slot, evict nothing and verify nothing, until Thaw. Call it before
+// anything is granted, if a process may still write to what another run of the arena has granted
+// it. Such a slot may have an entry of its old chunk, and even match it until that process writes.
+// What is found is not served meanwhile. Directories do not change.
+func (a *Arena) Freeze() {
+	_, places := a.d.table()
+	newly := a.d.retire(places)
+	a.d.frozen.Store(&newly)
+}
+
+// Thaw ends Freeze. Without one it has no effect.
+func (a *Arena) Thaw() {
+	if was := a.d.frozen.Swap(nil); was != nil {
+		a.d.restoreUse(*was)
+	}
+}
+
+// Frozen reports whether the arena is frozen.
+func (a *Arena) Frozen() bool { return a.d.frozen.Load() != nil }
+
 // Forget durably frees the entries of dropped chunks, including chunks that are being kept or moved
 // at that moment.
 func (a *Arena) Forget() error {

@@ -150,11 +150,14 @@ func (d *Disk) beginChange(ctx context.Context) error {
 	if !d.admin.TryLock() {
 		return fmt.Errorf("%w: another directory is being added, removed or resized", tiers.ErrBusy)
 	}
-	if err := d.going(ctx); err != nil {
-		d.admin.Unlock()
-		return err
+	err := d.going(ctx)
+	if err == nil && d.frozen.Load() != nil {
+		err = fmt.Errorf("%w: a process may still copy to what it was granted before the last start", tiers.ErrBusy)
 	}
-	return nil
+	if err != nil {
+		d.admin.Unlock()
+	}
+	return err
 }
 
 // going returns an error if a change must stop: ctx has ended, or the store is being closed.

@@ -208,7 +208,8 @@ type Disk struct {
 	start   time.Time
 	store   [16]byte // the store that slabs made now belong to
 
-	admin    sync.Mutex // see the package comment
+	frozen   atomic.Pointer[[]*place] // what Arena.Freeze has retired; nil: nothing
+	admin    sync.Mutex               // see the package comment
 	ending   sync.Once
 	stopping chan struct{} // closed when Close begins
 

@@ -14,10 +14,11 @@ import (
 )
 
 // Verify checks chunks that were found when the arena was opened, several at a time and roughly in
-// order. It reports each result to the engine. Chunks not checked when ctx ends stay unverified.
+// order. It reports each result to the engine. Chunks not checked when ctx ends stay unverified,
+// and so do all while the arena is frozen.
 // For a chunk that another caller is checking, Verify waits for that check.
 func (a *Arena) Verify(ctx context.Context, v []engine.Verification) {
-	if a.d.begin(ctx) != nil {
+	if a.Frozen() || a.d.begin(ctx) != nil {
 		return
 	}
 	defer a.d.end()
