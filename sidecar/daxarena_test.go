@@ -335,6 +335,44 @@ func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 	}
 }
 
+// A client of the sidecar before that is stopped may still copy to a slot that it was granted. The
+// entry of the slot's old chunk may be there, and match until then.
+func TestAnArenaOnDAXWaitsForClientsOfTheSidecarBefore(t *testing.T) {
+	dir, runtime := t.TempDir(), filepath.Join(testDir(t), "rank-0")
+	again := func(c *settings.Config) {
+		onDAX(t, dir)(c)
+		c.Runtime.Dir, c.Peers.Enabled = runtime, false
+	}
+	d, _ := startDaemon(t, again)
+	const pages = 40
+	before := storedPrefix(t, d, pages)
+	untilKept(t, d)
+	crash(t, d) // the client keeps its claim, as if it were stopped
+
+	d, _ = startDaemon(t, again)
+	if r := d.Status().Arena.Recovered; !r.Frozen || !slices.Equal(r.PIDs, []int{os.Getpid()}) ||
+		r.Chunks != pages/4 {
+		t.Fatalf("%+v", r)
+	}
+	b := newPrefix(t, d, pages)
+	if found, err := b.Find(); found != 0 || err != nil {
+		t.Errorf("%d pages are found, %v: they may be overwritten", found, err)
+	}
+	other := namedPrefix(t, d, 1, pages)
+	if err := other.Store(); err == nil || !strings.Contains(err.Error(), "found no room") {
+		t.Errorf("stored where the client before may copy: %v", err)
+	}
+	if err := before.Close(); err != nil {
+		t.Fatal(err)
+	}
+	until(t, func() any { return d.Status().Arena },
+		func() bool { return !d.Status().Arena.Recovered.Frozen })
+	b.hits(t)
+	if err := other.Store(); err != nil {
+		t.Error(err)
+	}
+}
+
 // arenaRig asks a sidecar whose arena is on two devices, which may be changed, of what becomes of
 // them.
 type arenaRig struct {
