@@ -399,8 +399,9 @@ func attackFrozen(ctx context.Context, s *siege) error {
 
 // ownSession starts a scheduler's session with its worker, with a model of the attacker's own.
 func (s *siege) ownSession(engine string) (*peer, error) {
-	p := &peer{memory: client.NewMemory(), dir: s.endpoint(), engine: engine, space: tiertest.NewSpace(engine,
-		tiers.Geometry{PageBytes: 4096, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 32})}
+	p := &peer{memory: client.NewMemory(), dir: s.endpoint(), engine: engine,
+		space: tiertest.NewSpace(engine,
+			tiers.Geometry{PageBytes: 4096, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 32})}
 	if err := p.connect(); err != nil {
 		p.disconnect()
 		return nil, err
