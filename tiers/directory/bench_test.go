@@ -2,6 +2,7 @@ package directory
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"testing"
 
 	"lookaside/tiers"
@@ -101,4 +102,29 @@ func BenchmarkRestore(b *testing.B) {
 			}
 		})
 	}
+}
+
+// BenchmarkOnGone is what a chunk that leaves costs more under the engine's lock. The chunks lie at
+// random places.
+func BenchmarkOnGone(b *testing.B) {
+	g := tiers.Geometry{PageBytes: 256, PagesPerChunk: 16, PageTokens: 16, DigestBytes: 32}
+	const n = 20_000
+	_, p := filled(b, g, n)
+	defer p.close()
+	p.keepAll()
+	all := list(p.e)
+	rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	b.ReportAllocs()
+	for b.Loop() {
+		b.StopTimer()
+		for _, v := range all {
+			x := p.d.pieces[v.Piece].Load()
+			x.region.view.store(x.entry(v.Slot), 1)
+		}
+		b.StartTimer()
+		for i := range all {
+			p.d.onGone(all[i].Piece, all[i].Slot)
+		}
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(len(all)), "ns/chunk")
 }

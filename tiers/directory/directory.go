@@ -146,7 +146,7 @@ func (d *Directory) load(o *Options) (*contents, error) {
 	if err != nil {
 		return nil, err
 	}
-	d.file = &file{f: f, wrote: o.wrote}
+	d.file = d.newFile(f, o)
 	st, err := f.Stat()
 	if err != nil {
 		return nil, err
@@ -182,6 +182,20 @@ func (d *Directory) load(o *Options) (*contents, error) {
 	return c, nil
 }
 
+func (d *Directory) newFile(f *os.File, o *Options) *file {
+	return &file{f: f, wrote: o.wrote, faulty: func(err error) {
+		d.warn("something has cut it short; start this sidecar anew", err)
+	}}
+}
+
+// warn logs, once, that chunks are not kept.
+func (d *Directory) warn(fix string, err error) {
+	if !d.full.Swap(true) {
+		d.log.Warn("some of what is stored is not found after a restart: the directory of the arena cannot be written",
+			zap.String("path", d.path), zap.String("fix", fix), zap.Error(err))
+	}
+}
+
 // start makes a new directory.
 func (d *Directory) start(o *Options) error {
 	h := header{boot: o.boot, lockDev: o.LockDev, lockInode: o.LockInode, epoch: 1, trusted: 1,
@@ -203,7 +217,7 @@ func (d *Directory) start(o *Options) error {
 			return fmt.Errorf("memory for the directory of the arena: %w", err)
 		}
 	}
-	d.file = &file{f: f, wrote: o.wrote}
+	d.file = d.newFile(f, o)
 	d.file.note()
 	if err := d.mapAll(&contents{header: h}); err != nil {
 		return errors.Join(err, d.unmap())

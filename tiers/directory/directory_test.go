@@ -429,3 +429,37 @@ func TestPartsOfAPiece(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A file that is cut short under a running process costs what was kept, and nothing else.
+func TestCutShort(t *testing.T) {
+	m := newMachine(t, small)
+	p := m.start(engine.Config{}, nil)
+	defer p.close()
+	p.addRegion(64 << 10)
+	a, b := tiertest.Prefix("eleven page"), tiertest.Prefix("another one")
+	p.store(0, a, 0, len(a))
+	p.keepAll()
+	if err := os.Truncate(m.path, 0); err != nil {
+		t.Fatal(err)
+	}
+	p.store(0, b, 0, len(b))
+	p.keepAll()
+	for _, v := range list(p.e) {
+		if _, err := p.d.Recheck(&v); err != nil {
+			t.Error(err)
+		}
+	}
+	p.e.ClearSpace(p.ids[0])
+	p.addRegion(64 << 10)
+	p.store(0, a, 0, len(a))
+	p.keepAll()
+	if err := p.e.Check(); err != nil || p.held(0, a) != len(a) {
+		t.Error(err)
+	}
+	p.close()
+	q := m.start(engine.Config{}, nil)
+	defer q.close()
+	if q.d.Why() == "" || q.found.Chunks != 0 {
+		t.Errorf("%q %+v", q.d.Why(), q.found)
+	}
+}

@@ -16,6 +16,8 @@ type file struct {
 	f *os.File
 	// wrote is called after each write, and in the middle of each that may be torn; for tests.
 	wrote func()
+	// faulty is called when mapped bytes are not there: somebody has cut the file short.
+	faulty func(error)
 }
 
 // write writes bytes behind which the file's pages need not exist yet.
@@ -86,19 +88,37 @@ func (f *file) view(offset, size int64) (*view, error) {
 	return &view{file: f, mem: mem, words: words}, nil
 }
 
-// word returns the 8 bytes at an offset, which is a multiple of 8.
-func (v *view) word(offset int64) *atomic.Uint64 { return &v.words[offset/8] }
+// load returns the 8 bytes at an offset, which is a multiple of 8; 0 if they are not there any
+// more.
+func (v *view) load(offset int64) (x uint64) {
+	v.guard(func() { x = v.words[offset/8].Load() })
+	return x
+}
 
 // store stores 8 bytes.
 func (v *view) store(offset int64, x uint64) {
-	v.word(offset).Store(x)
+	v.guard(func() { v.words[offset/8].Store(x) })
 	v.file.note()
+}
+
+// take stores 0 and returns what was there.
+func (v *view) take(offset int64) (x uint64) {
+	v.guard(func() { x = v.words[offset/8].Swap(0) })
+	v.file.note()
+	return x
 }
 
 // put stores a record of which no other goroutine reads or writes anything, without its checksum.
 func (v *view) put(offset int64, record []byte) {
-	copy(v.mem.Bytes()[offset+8:], record[8:])
+	v.guard(func() { copy(v.mem.Bytes()[offset+8:], record[8:]) })
 	v.file.note()
+}
+
+// guard calls do, which may end early if the file was cut short.
+func (v *view) guard(do func()) {
+	if err := dax.Guard(do, v.mem.Bytes()); err != nil {
+		v.file.faulty(err)
+	}
 }
 
 func (v *view) close() error {

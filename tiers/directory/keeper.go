@@ -8,8 +8,6 @@ import (
 	"runtime"
 	"sync"
 
-	"go.uber.org/zap"
-
 	"lookaside/dax"
 	"lookaside/dax/memcopy"
 	"lookaside/tiers"
@@ -322,10 +320,7 @@ func (d *Directory) write(p *piece, handle uint64, slot uint32, e *media.Entry, 
 	}
 	if err := d.file.write(k.entry, p.region.at+at); err != nil {
 		d.failed.Add(1)
-		if !d.full.Swap(true) {
-			d.log.Warn("some of what is stored is not found after a restart: the directory of the arena cannot be written; make room in runtime.dir",
-				zap.String("path", d.path), zap.Error(err))
-		}
+		d.warn("make room in runtime.dir", err)
 		return
 	}
 	p.begin(slot)
@@ -337,13 +332,12 @@ func (d *Directory) write(p *piece, handle uint64, slot uint32, e *media.Entry, 
 
 // valid reports whether the entry of a slot may be valid.
 func (d *Directory) valid(p *piece, slot uint32) bool {
-	return p.wasBegun(slot) && p.region.view.word(p.entry(slot)).Load() != 0
+	return p.wasBegun(slot) && p.region.view.load(p.entry(slot)) != 0
 }
 
 // void makes the entry of a slot invalid. It is called under the engine's lock.
 func (d *Directory) void(p *piece, slot uint32) {
-	if d.valid(p, slot) {
-		p.region.view.store(p.entry(slot), 0)
+	if p.wasBegun(slot) && p.region.view.take(p.entry(slot)) != 0 {
 		d.kept.Add(-1)
 	}
 }
