@@ -31,6 +31,7 @@ const (
 // handedState is all that is handed over.
 type handedState struct {
 	spaces   []handedSpace
+	regions  []uint32 // that workers have
 	sessions []handedSession
 	visitors []handedVisitor
 	leases   engine.Handover
@@ -84,6 +85,7 @@ func (s *handedState) fields(c *handover.Coder) {
 		c.Bytes(&v.fingerprint, wire.FingerprintBytes)
 		c.Bytes(&v.hello, wire.MaxPacketBytes)
 	})
+	handover.List(c, &s.regions, 1<<16, c.Uint32)
 	handover.List(c, &s.sessions, maxHandedSessions, func(v *handedSession) {
 		c.Int(&v.file, maxHandedSessions)
 		direct := v.direct + 1
@@ -167,6 +169,9 @@ func (s *Server) Export(directs map[uint64]int) (state []byte, fds []int, err er
 	for i, sp := range s.spaces {
 		places[sp] = i
 		out.spaces = append(out.spaces, handedSpace{sp.fingerprint[:], sp.hello.Append(nil)})
+	}
+	for i := range s.regions {
+		out.regions = append(out.regions, s.regions[i].ID)
 	}
 	s.mu.Unlock()
 	for i := range all {
@@ -287,7 +292,7 @@ func (s *Server) Adopt(state []byte, files []*os.File, l *ipc.Listener) (*Adopti
 			ipc.CloseFiles([]*os.File{direct})
 			return a, err
 		}
-		one, err := s.adopt(h, spaces[h.space], conn, direct)
+		one, err := s.adopt(h, spaces[h.space], conn, direct, in.regions)
 		if err != nil {
 			if conn != nil {
 				conn.Close()
@@ -353,9 +358,10 @@ func (s *Server) adoptSpaces(in []handedSpace) ([]*space, error) {
 }
 
 // adopt makes a session of what the process before had. conn is nil if its client has died: the
-// session is made all the same, because it owns leases, and ends when it is started.
-func (s *Server) adopt(h *handedSession, sp *space, conn *ipc.Conn,
-	direct *os.File) (*adopted, error) {
+// session is made all the same, because it owns leases, and ends when it is started. has are the
+// regions that a worker has.
+func (s *Server) adopt(h *handedSession, sp *space, conn *ipc.Conn, direct *os.File,
+	has []uint32) (*adopted, error) {
 	a := &adopted{direct: direct, lookups: cloneAll(h.lookups), replies: h.replies}
 	role := wire.RoleScheduler
 	if h.worker {
@@ -417,7 +423,14 @@ func (s *Server) adopt(h *handedSession, sp *space, conn *ipc.Conn,
 	sp.sessions++
 	if h.worker {
 		inst.workers++
+		for _, region := range s.regions {
+			if !slices.Contains(has, region.ID) {
+				a.regions = append(a.regions, region)
+			}
+		}
 	}
+	// Locked until it is welcomed, so that a region pushed meanwhile comes after that.
+	ses.sendMu.Lock()
 	s.sessions[h.id] = ses
 	return a, nil
 }
@@ -460,7 +473,8 @@ func (a *Adoption) Sessions() int { return len(a.adopted) }
 // is handled first.
 func (a *Adoption) Start() error {
 	s := a.server
-	for _, one := range a.adopted {
+	for len(a.adopted) > 0 {
+		one := a.adopted[0]
 		ses := one.ses
 		if one.replies && one.lingers == nil {
 			fd := -1
@@ -476,8 +490,9 @@ func (a *Adoption) Start() error {
 			ses.replies, one.router = true, one.direct == nil
 		}
 		ipc.CloseFiles([]*os.File{one.direct})
-		one.direct = nil
+		a.adopted = a.adopted[1:]
 		if ses.conn == nil { // its client has died
+			one.unlock()
 			s.leave(ses)
 			continue
 		}
@@ -491,13 +506,14 @@ func (a *Adoption) Start() error {
 			return s.serveConn(v.conn, a.listener, v.hello, v.held)
 		})
 	}
-	a.adopted, a.visitors = nil, nil
+	a.visitors = nil
 	return nil
 }
 
 // Close ends the connections of an Adoption that was not started.
 func (a *Adoption) Close() {
 	for _, one := range a.adopted {
+		one.unlock()
 		ipc.CloseFiles([]*os.File{one.direct})
 		if one.ses.conn != nil {
 			one.ses.conn.Close()
@@ -512,13 +528,30 @@ func (a *Adoption) Close() {
 	a.adopted, a.visitors = nil, nil
 }
 
-// tellMoved sends a client what has changed with the process. router: it has no direct socket.
-func (s *Server) tellMoved(ses *session, router bool) error {
+// welcome sends a client what has changed with the process, and the regions that it does not have.
+func (a *adopted) welcome() error {
+	ses := a.ses
+	s := ses.server
+	defer a.unlock()
 	m := wire.Moved{Generation: s.cfg.Generation, LookupEndpoint: s.lookups.LookupEndpoint()}
-	if router {
+	if a.router {
 		m.ReplyEndpoint = s.lookups.ReplyEndpoint()
 	}
-	return ses.push(m.Append(nil), s.cfg.Control.FD())
+	err := ses.conn.Send(m.Append(nil), s.cfg.Control.FD())
+	for i := range a.regions {
+		if err == nil {
+			err = ses.conn.Send(a.regions[i].message(s.cfg.Generation), a.regions[i].FD)
+		}
+	}
+	return err
+}
+
+// unlock lets others push messages to the client.
+func (a *adopted) unlock() {
+	if a.lingers == nil && !a.unlocked {
+		a.unlocked = true
+		a.ses.sendMu.Unlock()
+	}
 }
 
 func (s *Server) sessionLog(id uint64, role string, key instanceKey, pid int32) *zap.Logger {

@@ -162,8 +162,10 @@ func (s *Server) Quiet(partial bool) {
 	s.setMode(modeQuiet)
 }
 
-// AwaitChanges waits until requests that began before Quiet have ended.
+// AwaitChanges waits until requests that began before Quiet have ended, and until no lookup of
+// before is about to begin to wait for a tier.
 func (s *Server) AwaitChanges(ctx context.Context) error {
+	s.lookups.Handle(func() [][]byte { return nil }) // comes after a message that is being handled
 	for s.changing.Load() > 0 {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -426,6 +428,9 @@ type adopted struct {
 	router  bool        // its replies go by the ROUTER
 	lookups [][]byte    // messages about lookups that waited
 	lingers *lingerInfo // nil: it goes on
+	regions []Region    // that its worker does not have
+
+	unlocked bool // the session's sendMu is
 }
 
 // errEarlier is the cause for giving up a connection that the process before had given up.
@@ -434,14 +439,13 @@ var errEarlier = errors.New("the sidecar before had given it up")
 // goOn runs a session that was another process's before.
 func (a *adopted) goOn() (kept bool) {
 	ses := a.ses
-	s := ses.server
 	if a.lingers != nil {
 		ses.conn.GiveUp(errEarlier)
 		ses.conn.Linger()
 		return ses.over(errEarlier)
 	}
 	ses.log.Info("session taken over", zap.Int("messages_that_waited", len(ses.held)))
-	err := s.tellMoved(ses, a.router)
+	err := a.welcome()
 	if err == nil {
 		err = ses.replay()
 	}

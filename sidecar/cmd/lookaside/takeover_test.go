@@ -15,6 +15,7 @@ import (
 
 	"lookaside/internal/prefixes"
 	"lookaside/ipc"
+	"lookaside/ipc/client"
 	"lookaside/ipc/handover"
 	"lookaside/ipc/wire"
 	"lookaside/sidecar/admin"
@@ -444,5 +445,150 @@ func TestTakeoverOldDies(t *testing.T) {
 	if r := <-ended; r.code != exitFailure ||
 		!strings.Contains(r.errs, fmt.Sprintf("pid %d has ended", s.cmd.Process.Pid)) {
 		t.Errorf("exit code %d: %s", r.code, r.errs)
+	}
+}
+
+// With a disk that holds more than the arena: lookups that need it wait for the new process, and
+// find all. Nothing that was stored is lost, neither by the tier nor by its queue.
+func TestTakeoverWithADisk(t *testing.T) {
+	t.Parallel()
+	flags := []string{"--arena-limit", "8M", "--arena-kind", "memfd", "--lookup-deadline=1m",
+		"--lookup-promote=always", "--disk", t.TempDir() + ":64M:slab=1M"}
+	s := serveOnly(t, flags...)
+	const count, pages = 40, 100 // 16 MiB
+	p, err := prefixes.Dial(s.dir, takeoverShape, 0, pages)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	for n := range count {
+		if err := errors.Join(p.Select(n, pages), p.Store()); err != nil {
+			t.Fatal(err)
+		}
+		if n%8 == 7 { // stores are not to be faster than the disk
+			waitFor(t, "what was stored is on the disk", func() bool {
+				st := s.status()
+				return len(st.Tiers) == 1 && st.Tiers[0].StoreQueue == 0
+			})
+		}
+	}
+	waitFor(t, "all is on the disk", func() bool {
+		st := s.status()
+		return len(st.Tiers) == 1 && st.Tiers[0].StoreQueue == 0
+	})
+	var taking sync.WaitGroup
+	var over atomic.Bool
+	taking.Go(func() {
+		defer over.Store(true)
+		for range 3 {
+			next := serveIn(t, s.dir, []string{binary}, append([]string{"--takeover"},
+				flags...)...)
+			if code := s.exit(patience); code != 0 {
+				t.Errorf("exit code %d:\n%s", code, s.text())
+			}
+			s = next
+		}
+	})
+	longest := time.Duration(0)
+	for n := 0; !over.Load() || n%count != 0; n++ {
+		if err := p.Select(n%count, pages); err != nil {
+			t.Fatal(err)
+		}
+		took, err := p.Lookup()
+		if err == nil {
+			err = p.Verify()
+		}
+		if err != nil {
+			t.Fatalf("prefix %d: %v", n%count, err)
+		}
+		longest = max(longest, took)
+	}
+	taking.Wait()
+	t.Logf("the longest lookup took %v", longest)
+}
+
+// Two sidecars that lend to each other are taken over in turns, under traffic on pages that the
+// other one lends. A lookup may miss while they find each other again; no byte is wrong, and no
+// session ends.
+func TestTakeoverWithPeers(t *testing.T) {
+	t.Parallel()
+	peersDir := t.TempDir()
+	if err := os.Chmod(peersDir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	flags := []string{"--arena-limit", "16M", "--arena-kind", "memfd", "--peers-dir", peersDir,
+		"--peers-copy-after=0"}
+	var both [2]*server
+	var here [2]*prefixes.Prefix
+	for i := range both {
+		both[i] = serveOnly(t, flags...)
+		var err error
+		if here[i], err = prefixes.Dial(both[i].dir, takeoverShape, i, 40); err != nil {
+			t.Fatal(err)
+		}
+		defer here[i].Close()
+		if err := here[i].Store(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Each looks up what the other one holds.
+	var stop atomic.Bool
+	var hits [2]atomic.Int64
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer stop.Store(true)
+	for i, p := range here {
+		if err := p.Select(1-i, 40); err != nil {
+			t.Fatal(err)
+		}
+		wg.Go(func() {
+			for !stop.Load() {
+				pages, err := p.Find()
+				if err == nil && pages == 40 {
+					if err = p.Verify(); err == nil {
+						hits[i].Add(1)
+					}
+				}
+				var no *client.CallError
+				if errors.As(err, &no) && (no.Code == wire.CodeStale ||
+					no.Code == wire.CodeNotFound) {
+					continue // what was lent has been returned since the lookup
+				}
+				if err != nil {
+					t.Errorf("sidecar %d: %v:\n%s", i, err, both[i].text())
+					return
+				}
+			}
+		})
+	}
+	more := func() {
+		t.Helper()
+		for i := range hits {
+			was := hits[i].Load()
+			waitFor(t, fmt.Sprintf("sidecar %d finds what the other holds", i), func() bool {
+				return hits[i].Load() > was+20 || t.Failed()
+			})
+		}
+	}
+	more()
+	for round := range 4 {
+		i := round % 2
+		next := serveIn(t, both[i].dir, []string{binary}, append([]string{"--takeover"},
+			flags...)...)
+		if code := both[i].exit(patience); code != 0 {
+			t.Errorf("exit code %d:\n%s", code, both[i].text())
+		}
+		both[i] = next
+		more()
+	}
+}
+
+// waitFor waits for a condition.
+func waitFor(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !cond(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("it never came: %s", what)
+		}
 	}
 }
