@@ -18,7 +18,6 @@ PATIENCE_S = {
     "lookaside.scheduler.identification._IDENTITY_PATIENCE_S": 60.0,
     "lookaside.connection._CONNECT_PATIENCE_S": 60.0,
     "lookaside.heartbeat._PONG_PATIENCE_S": 60.0,
-    "lookaside.worker.link._DRAIN_PATIENCE_S": 60.0,
     "lookaside.worker.link._UNMAP_PATIENCE_S": 60.0,
     "lookaside.worker.loads._GRANT_PATIENCE_S": 60.0,
     "lookaside.worker.loads._IN_STEP_PATIENCE_S": 60.0,

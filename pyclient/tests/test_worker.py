@@ -1275,29 +1275,6 @@ def test_copies_into_the_memory_of_a_killed_sidecar_keep_their_claim(
         second.close()
 
 
-def test_copies_on_devices_end_before_the_next_session(
-    stand: Stand, peer: Peer, slow: SlowCopies
-) -> None:
-    """Whoever opens a device grants it anew at once, whatever is claimed."""
-    peer.add_region(kind="devdax")
-    peer.wait_for(wire.RegionMapped)
-    grant_load(peer, (0, 2, 1, 0))
-    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
-    until(lambda: slow.tickets)
-    second, old = replaced(peer)
-    try:
-        until(lambda: stand.worker.link.live is None)
-        assert not second.of(wire.Hello)
-        slow.finish()
-        until(lambda: is_back(stand))
-        until(lambda: stand.step() or stand.received)
-        assert stand.failed == {"r": 1}
-    finally:
-        os.close(old.claim)
-        stand.worker.shutdown()
-        second.close()
-
-
 def test_memory_is_given_up_when_no_sidecar_comes(
     stand: Stand, peer: Peer, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,13 +53,12 @@ What is promised to vLLM, whatever the sidecar does:
   an invalid block would end the engine, or leave a window that begins too late. There the request
   as a whole is reported as failed, and vLLM starts over with it.
 
-A session that is lost while copies run is replaced at once (where the arena is on devices, after
-some seconds at most), and the next one may have the same mappings. The lost one's socket and claim
-stay open until the last of its copies has ended, however long that takes. When the socket closes, a
-sidecar that lives gives the session's room to others; when the claim closes, the successor of one
-that has died may. A load of a lost session counts as failed, whatever its copy brought. Mappings,
-and pins of a GPU's driver, outlive the session: the next one takes over those whose regions it has
-too, and maps and pins only the others.
+A session that is lost while copies run is replaced at once, and the next one may have the same
+mappings. The lost one's socket and claim stay open until the last of its copies has ended, however
+long that takes. When the socket closes, a sidecar that lives gives the session's room to others;
+when the claim closes, the successor of one that has died may. A load of a lost session counts as
+failed, whatever its copy brought. Mappings, and pins of a GPU's driver, outlive the session: the
+next one takes over those whose regions it has too, and maps and pins only the others.
 
 No module here imports one of the scheduler role.
 """

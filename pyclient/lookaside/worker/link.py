@@ -19,8 +19,6 @@ from lookaside.worker.pages import Pages
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")
 
-# Copies take milliseconds; this bounds what a stuck device can hold up.
-_DRAIN_PATIENCE_S = 5.0
 # What shutdown waits for a device that gives memory back.
 _UNMAP_PATIENCE_S = 5.0
 # Kinds of region that are mapped by pages of 2 MiB, where their pages and the kernel allow it.
@@ -40,8 +38,6 @@ class Memory:
     """Mapped, and pinned for a GPU, in this session."""
     kept_bytes: int = 0
     """Mapped in an earlier one."""
-    on_devices: bool = False
-    """Some of it is not nothing but memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +130,6 @@ class Link(Subscriber):
 
     def _count(self, memory: Memory, region: wire.RegionAdded, kept: bool) -> None:
         """Count a region of the sidecar's own that was mapped, or was mapped before."""
-        memory.on_devices = memory.on_devices or region.kind not in _MEMORY_KINDS
         if kept:
             memory.kept_bytes += region.size
             self._stats.add("regions_kept")
@@ -168,16 +163,7 @@ class Link(Subscriber):
             )
 
     def on_lost(self, session: Session) -> None:
-        """End a session. Its mappings stay for the next one, and copies go on in them.
-
-        A sidecar grants what lies on devices anew at once, whatever is claimed. So copies there are
-        waited for: there is no next session before their end, which is soon.
-        """
+        """End a session. Its mappings stay for the next one, and copies go on in them."""
         live, self.live = self.live, None
-        if live is None:
-            return
-        live.regions.close()
-        if live.memory.on_devices and not live.regions.wait_idle(_DRAIN_PATIENCE_S):
-            self._log.warning(
-                "drain", "copies still use the devices of a session that is over; they stay ours"
-            )
+        if live is not None:
+            live.regions.close()
