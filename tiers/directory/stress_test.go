@@ -82,13 +82,18 @@ func TestManyAtOnce(t *testing.T) {
 		})
 	}
 	wait.Wait()
+	last := tiertest.Prefix("a dozen page") // they may have ended with clearing all
+	for space := range m.spaces {
+		p.store(space, last, 0, len(last))
+	}
 	if err := p.d.Flush(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	st := p.e.Stats()
-	if n := p.d.Stats(); n.Kept != st.ReadySlots || n.Failed != 0 || st.Recarved == 0 {
-		t.Errorf("%+v of %d, taken %d times", n, st.ReadySlots, st.Recarved)
+	if n := p.d.Stats(); n.Kept != st.ReadySlots || n.Failed != 0 {
+		t.Errorf("%+v of %d", n, st.ReadySlots)
 	}
+	t.Logf("%d pieces taken for others", st.Recarved)
 	if err := p.e.Check(); err != nil {
 		t.Error(err)
 	}
@@ -103,7 +108,13 @@ func TestManyAtOnce(t *testing.T) {
 		space := rnd.IntN(2)
 		p.verifyAll(space, randomPrefix(rnd, 12, 2))
 	}
-	if st := p.e.Stats(); st.VerifyFailed != 0 || st.Verified == 0 {
+	for space := range m.spaces {
+		p.verifyAll(space, last)
+		if n := p.readable(space, last); n != len(last) {
+			t.Errorf("space %d: %d pages of %d", space, n, len(last))
+		}
+	}
+	if st := p.e.Stats(); st.VerifyFailed != 0 {
 		t.Errorf("%+v", st)
 	}
 }
