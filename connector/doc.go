@@ -24,6 +24,12 @@
 // up, so that nobody waits for its mapping, which only its death ends. It could still write to the
 // region: workers are trusted with the bytes of the arena (see the protocol).
 //
+// # Another process
+//
+// A Server passes its sessions to that of another process, which has the same memory: handover.go
+// has the modes of a Server that does, handed.go what is passed and how it is taken over. Clients
+// keep their sockets and what they hold.
+//
 // # Trust
 //
 // A client may ask for anything at any time, and may stop reading, writing or running at any

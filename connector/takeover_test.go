@@ -262,6 +262,23 @@ func TestHoldNamesWhoDoesNotEnd(t *testing.T) {
 	w.sync()
 }
 
+// A scheduler without a direct socket has its answers over ZMQ, as soon as that has connected anew.
+func TestTakeoverOverZMQ(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
+	p := onePrefix(1)
+	w.store(p, 0, 16)
+	for range 3 {
+		if _, hit := s.lookup(p, 0, 16); hit != 16 {
+			t.Errorf("%d pages hit", hit)
+		}
+		r.takeOver(nil)
+	}
+	if _, hit := s.lookup(p, 0, 16); hit != 16 {
+		t.Errorf("%d pages hit", hit)
+	}
+}
+
 // Who connects meanwhile is welcomed by the next process.
 func TestTakeoverWithNewcomers(t *testing.T) {
 	r := newRig(t, rigOptions{})

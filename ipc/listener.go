@@ -103,6 +103,12 @@ type Options struct {
 	Log *zap.Logger
 }
 
+// Check returns an error if the process's limit of file descriptors is too low for the options.
+func (o Options) Check() error {
+	o.ensureDefaults()
+	return checkFDs(o.MaxSessions, o.OtherFDs)
+}
+
 func (o *Options) ensureDefaults() {
 	if o.MaxSessions <= 0 {
 		o.MaxSessions = 64

@@ -44,6 +44,12 @@ const (
 	// closePatience bounds the wait for libzmq's thread to close a socket, which takes
 	// microseconds.
 	closePatience = time.Second
+	// earlyPatience is how long replies to adopted clients of ZMQ wait for these to connect anew,
+	// which takes libzmq some 100 ms. maxEarly bounds how many wait. earlyPoll is how often they
+	// are tried.
+	earlyPatience = 3 * time.Second
+	maxEarly      = 4096
+	earlyPoll     = 2 * time.Millisecond
 	// detachLinger is how long Detach waits for libzmq to send what it has.
 	detachLinger = 20 * time.Millisecond
 )
@@ -170,6 +176,8 @@ type LookupSockets struct {
 	monitorSeq int
 	heapStart  int
 	tickBy     time.Time // when TickWithin wants the next tick; zero: at the regular time
+	early      []post    // replies to clients that are about to connect anew, oldest first
+	earlyUntil time.Time // when these are dropped
 }
 
 // NewLookupSockets opens the lookup sockets and starts to serve them. The caller must own the
@@ -227,6 +235,8 @@ func (l *LookupSockets) ReplyEndpoint() string { return endpoint(filepath.Join(l
 type replyTo struct {
 	secret []byte  // the routing id at the ROUTER; unused with direct
 	direct *direct // nil: by the ROUTER
+
+	adopted bool // its client may have yet to connect anew
 }
 
 // AddSession makes replies to a session possible. They go only to the client that connects to
@@ -387,7 +397,7 @@ func (l *LookupSockets) serveRest() bool {
 // connection of the secret. The Handler must know the session already. Adopt has it handle the
 // messages in held, in their order, before any that comes.
 func (l *LookupSockets) Adopt(id uint64, secret []byte, fd int, held [][]byte) error {
-	to := &replyTo{secret: bytes.Clone(secret)}
+	to := &replyTo{secret: bytes.Clone(secret), adopted: true}
 	if fd >= 0 {
 		// It may have become blocking on its way, and the loop must never wait for one session.
 		if err := unix.SetNonblock(fd, true); err != nil {
@@ -398,6 +408,7 @@ func (l *LookupSockets) Adopt(id uint64, secret []byte, fd int, held [][]byte) e
 	}
 	if !l.do(func() {
 		l.enter(id, to)
+		l.earlyUntil = time.Now().Add(earlyPatience)
 		for _, msg := range held {
 			l.handle(msg)
 		}
@@ -703,6 +714,9 @@ func (l *LookupSockets) loop() {
 		if !l.tickBy.IsZero() && l.tickBy.Before(next) {
 			by = l.tickBy
 		}
+		if len(l.early) > 0 {
+			by = time.Now().Add(earlyPoll)
+		}
 		if errno := l.poll.wait(time.Until(by)); errno != 0 && errno != syscall.EINTR {
 			l.opt.Log.Error("lookup sockets: poll", zap.Error(errno))
 			time.Sleep(10 * time.Millisecond) // so that the loop is never busy
@@ -722,6 +736,9 @@ func (l *LookupSockets) loop() {
 			}
 		}
 		l.serveDirects()
+		if len(l.early) > 0 {
+			l.sendEarly()
+		}
 		if l.poll.ready(0) {
 			l.runQueue()
 		}
@@ -793,7 +810,22 @@ func (l *LookupSockets) answer(session uint64, msg []byte) {
 	case to.direct != nil:
 		l.countAnswer(to.direct.send(msg))
 	default:
-		l.countAnswer(l.replies.route(to.secret, msg))
+		errno := l.replies.route(to.secret, msg)
+		if errno == syscall.EHOSTUNREACH && to.adopted && len(l.early) < maxEarly &&
+			time.Now().Before(l.earlyUntil) {
+			l.early = append(l.early, post{session: session, msg: bytes.Clone(msg)})
+			return
+		}
+		l.countAnswer(errno)
+	}
+}
+
+// sendEarly tries the replies again that wait for their clients to connect.
+func (l *LookupSockets) sendEarly() {
+	early := l.early
+	l.early = nil
+	for i := range early {
+		l.send(&early[i]) // keeps it if its client is still not there
 	}
 }
 

@@ -181,7 +181,8 @@ func (d *Daemon) canHandOver(begin *handover.Begin) error {
 	case begin.Lossy != own.Lossy:
 		return fmt.Errorf("its tiers change what they keep by %q, those of the new process by %q, so that none of it could be used", own.Lossy, begin.Lossy)
 	}
-	return nil
+	_, err := d.arena.Handover()
+	return err
 }
 
 // beginOf returns the Begin of a process with these settings.
@@ -373,6 +374,9 @@ type Takeover struct {
 // Origin.Takeover, or Close. A *RefusedError says that the other sidecar goes on.
 func TakeOver(ctx context.Context, cfg *settings.Config, log *zap.Logger) (_ *Takeover, err error) {
 	log = log.Named("takeover")
+	if err := listenOptions(cfg, log).Check(); err != nil {
+		return nil, err
+	}
 	h, err := ipc.DialHandover(cfg.Runtime.Dir)
 	if errors.Is(err, ipc.ErrNoHandover) {
 		if pid := ipc.Owner(cfg.Runtime.Dir); pid != 0 {

@@ -199,17 +199,21 @@ func (d *Daemon) serve() {
 	}
 }
 
+// listenOptions returns the options of the session socket.
+func listenOptions(cfg *settings.Config, log *zap.Logger) ipc.Options {
+	eventFDs := 0
+	if cfg.Events.Endpoint != "" {
+		eventFDs = ipc.EventFDs
+	}
+	return ipc.Options{MaxSessions: cfg.Sessions.Limit, OtherFDs: eventFDs, Log: log}
+}
+
 // openMemory takes the endpoint and decides what the arena is made of. It also decides how much
 // memory the sidecar's own parts may take.
 func (d *Daemon) openMemory() (err error) {
 	cfg := &d.cfg
 	// The lock comes first: its holder owns the sockets and the arena's files.
-	eventFDs := 0
-	if cfg.Events.Endpoint != "" {
-		eventFDs = ipc.EventFDs
-	}
-	opt := ipc.Options{MaxSessions: cfg.Sessions.Limit, OtherFDs: eventFDs,
-		Log: d.log.Named("ipc")}
+	opt := listenOptions(cfg, d.log.Named("ipc"))
 	if d.origin.Takeover == nil {
 		d.listener, err = ipc.Listen(cfg.Runtime.Dir, opt)
 	} else {
