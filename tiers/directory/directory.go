@@ -14,7 +14,6 @@ import (
 
 	"go.uber.org/zap"
 
-	"lookaside/dax"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/slab/media"
 )
@@ -203,24 +202,24 @@ func (d *Directory) start(o *Options) error {
 	_, _ = crand.Read(h.store[:]) // never fails
 	first := make([]byte, entriesAt)
 	copy(first[headerOffset(h.epoch):], h.encode())
-	f, err := createFile(o.Path, first)
-	if err != nil {
+	use := func(f *os.File, err error) error {
+		if err != nil {
+			return err
+		}
+		d.file = d.newFile(f, o)
+		d.file.note()
+		if err := d.mapAll(&contents{header: h}); err != nil {
+			return errors.Join(err, d.unmap())
+		}
+		return nil
+	}
+	if err := use(createFile(o.Path, first)); err != nil {
 		d.lasting = false
 		d.log.Warn("there is no directory of the arena: it works, but is empty after a restart; see that runtime.dir can be written and has room",
 			zap.String("path", o.Path), zap.Error(err))
-		if f, err = dax.Memory("lookaside-directory"); err == nil {
-			if _, err = f.WriteAt(first, 0); err != nil {
-				err = errors.Join(err, f.Close())
-			}
-		}
-		if err != nil {
+		if err := use(memoryFile(first)); err != nil {
 			return fmt.Errorf("memory for the directory of the arena: %w", err)
 		}
-	}
-	d.file = d.newFile(f, o)
-	d.file.note()
-	if err := d.mapAll(&contents{header: h}); err != nil {
-		return errors.Join(err, d.unmap())
 	}
 	return nil
 }

@@ -143,6 +143,18 @@ func openFile(path string) (*os.File, error) {
 	return f, nil
 }
 
+// memoryFile makes a file in memory of this process with these first bytes.
+func memoryFile(first []byte) (*os.File, error) {
+	f, err := dax.Memory("lookaside-directory")
+	if err != nil {
+		return nil, err
+	}
+	if _, err = f.WriteAt(first, 0); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
 // createFile makes a directory's file with these first bytes, in place of one that may be there.
 func createFile(path string, first []byte) (f *os.File, err error) {
 	next := path + ".new"
