@@ -76,7 +76,10 @@ type node struct {
 	device   string // file of its arena in place of a DAX device; "": memory
 	lmcache  string // prefix of LMCache's two sockets; "": none
 	process  *process
-	rotten   bool // bits of its disk were flipped since the last check
+	// rotten says that some chunks may not match their checksums at the next check: bits of the disk
+	// were flipped, or the arena's device was in use when its sidecar was killed. A slot that was
+	// being filled then may have the entry of its old chunk.
+	rotten bool
 }
 
 // A server is used by tiers. The soak kills and stops it now and then.
@@ -456,6 +459,12 @@ func (s *soak) fill() {
 	}
 }
 
+// kill kills a node's sidecar, as a crash would.
+func (s *soak) kill(n *node) {
+	s.end(n.process, syscall.SIGKILL, time.Minute)
+	n.rotten = n.rotten || n.device != ""
+}
+
 // restart checks a node's media and starts its next sidecar. The sidecar before has ended.
 func (s *soak) restart(n *node) {
 	s.check(n)
@@ -486,14 +495,14 @@ func (s *soak) chaos(ctx context.Context) {
 		s.end(victim, syscall.SIGKILL, time.Minute)
 	case n < 40:
 		s.event(at.name + " killed")
-		s.end(at.process, syscall.SIGKILL, time.Minute)
+		s.kill(at)
 		s.restart(at)
 	case n < 45 && victim != nil:
 		// The client may be copying. Nobody else may get what it copies to or from.
 		s.event("client stopped, " + at.name + " killed")
 		victim.stopped = true
 		_ = victim.cmd.Process.Signal(syscall.SIGSTOP)
-		s.end(at.process, syscall.SIGKILL, time.Minute)
+		s.kill(at)
 		s.restart(at)
 		s.wait(ctx, time.Duration(s.rnd.Int64N(int64(3*time.Second))))
 		_ = victim.cmd.Process.Signal(syscall.SIGCONT)
@@ -510,7 +519,7 @@ func (s *soak) chaos(ctx context.Context) {
 		s.event("all killed")
 		s.killPeers()
 		for _, n := range s.nodes {
-			s.end(n.process, syscall.SIGKILL, time.Minute)
+			s.kill(n)
 		}
 		for _, n := range s.nodes {
 			s.restart(n)
