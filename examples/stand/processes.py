@@ -241,8 +241,7 @@ class Sidecar(Process):
         return {tier["name"]: tier for tier in self.get("/v1/tiers").json()["tiers"]}
 
     def wait_kept(self, timeout_s: float = 120.0) -> None:
-        """Waits until all that is in an arena on DAX would outlive the sidecar. Raises
-        TimeoutError."""
+        """Waits until all that is in the arena would outlive the sidecar. Raises TimeoutError."""
 
         def kept() -> bool:
             status = self.status()

@@ -187,6 +187,19 @@ class Pair:
         self.sidecar = self.stand.sidecar(settings=self.settings)
         self.connected()
 
+    def take_over(self) -> None:
+        """Another process takes over from the sidecar, which ends by itself."""
+        before = self.sidecar
+        self.sidecar = self.stand.sidecar(
+            ready=False, settings={**self.settings, "takeover": "true"}
+        )
+        assert before.wait(60) == 0, before.tail()
+        self.sidecar.wait_ready()
+
+    def kept(self) -> None:
+        """Waits until the next sidecar would find all that this one holds."""
+        self.sidecar.wait_kept()
+
 
 def sessions(sidecar: Sidecar) -> int:
     """Sessions connected to the sidecar now."""

@@ -178,6 +178,66 @@ def test_restarted_under_load(pair: Pair) -> None:
     eventually(lambda: pair.sidecar.status()["leases"] == 0, "no leases")
 
 
+def ids(pair: Pair) -> set[str]:
+    """The ids of the sessions that are connected."""
+    return {session["session"] for session in pair.sidecar.status()["sessions"]}
+
+
+def mapped(*servers: Server) -> float:
+    """Bytes that the servers' workers have mapped so far."""
+    return sum(
+        client.metric(server.base_url, "vllm:lookaside_mapped_bytes_total") for server in servers
+    )
+
+
+def test_taken_over_under_streams(pair: Pair) -> None:
+    """Eight streams, four on each server, go on while another sidecar takes over: the same tokens,
+    the same sessions, and every page is found that was there before."""
+    prompts = [pair.prompt(600 + 100 * n) for n in range(8)]
+    truths = [ask(pair.plain, prompt, 32).tokens for prompt in prompts]
+    for number, prompt in enumerate(prompts):
+        ask((pair.a, pair.b)[number % 2], prompt)
+    before, had = ids(pair), mapped(pair.a, pair.b)
+    for server in (pair.a, pair.b):
+        client.reset_prefix_cache(server.base_url)
+    streams = [
+        Asking((pair.b, pair.a)[number % 2], prompt, 32) for number, prompt in enumerate(prompts)
+    ]
+    pair.take_over()
+    answers = [stream.answer() for stream in streams]
+    for prompt, truth, answer in zip(prompts, truths, answers, strict=True):
+        assert answer.tokens == truth
+        assert answer.cached_tokens == hits_of(len(prompt))
+    assert ids(pair) == before
+    for server in (pair.a, pair.b):
+        client.reset_prefix_cache(server.base_url)
+    for number, prompt in enumerate(prompts):
+        again = ask((pair.a, pair.b)[number % 2], prompt, 32)
+        assert (again.tokens, again.cached_tokens) == (truths[number], hits_of(len(prompt)))
+    assert mapped(pair.a, pair.b) == had
+    eventually(lambda: pair.sidecar.status()["leases"] == 0, "no leases")
+
+
+def test_killed_and_started_keeps_its_memory(pair: Pair) -> None:
+    """The workers give the arena back: all hits again, and nothing is mapped anew."""
+    prompts = [pair.prompt(500 + 100 * n) for n in range(6)]
+    truths = [ask(pair.a, prompt).tokens for prompt in prompts]
+    pair.kept()
+    had, chunks = mapped(pair.a, pair.b), pair.sidecar.status()["slots"]["ready"]
+    generation = pair.sidecar.status()["generation"]
+    pair.sidecar.signal(signal.SIGKILL)
+    pair.sidecar.wait(30)
+    pair.restart_sidecar()
+    found = pair.sidecar.status()
+    assert found["arena"]["recovered"]["chunks"] == chunks, found["arena"]
+    assert int(found["generation"], 16) == int(generation, 16) + 1
+    for prompt, truth in zip(prompts, truths, strict=True):
+        again = ask(pair.b, prompt)
+        assert (again.tokens, again.cached_tokens) == (truth, hits_of(len(prompt)))
+    eventually(lambda: not pair.sidecar.status()["arena"]["recovered"]["frozen"], "stores again")
+    assert mapped(pair.a, pair.b) == had
+
+
 def test_a_graceful_end_is_a_miss_too(pair: Pair) -> None:
     prompt = pair.prompt(900)
     truth = ask(pair.a, prompt)
