@@ -76,9 +76,9 @@ type node struct {
 	device   string // file of its arena in place of a DAX device; "": memory
 	lmcache  string // prefix of LMCache's two sockets; "": none
 	process  *process
-	// rotten says that some chunks may not match their checksums at the next check: bits of the disk
-	// were flipped, or the arena's device was in use when its sidecar was killed. A slot that was
-	// being filled then may have the entry of its old chunk.
+	// rotten says that some chunks may not match their checksums at the next check: bits of the
+	// disk were flipped, or the arena's device was in use when its sidecar was killed. A slot that
+	// was being filled then may have the entry of its old chunk.
 	rotten bool
 }
 
