@@ -5,13 +5,16 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/vmihailenco/msgpack/v5"
 	"golang.org/x/sys/unix"
 
 	"lookaside/connector"
 	"lookaside/ipc"
+	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 	"lookaside/tiers/engine"
 )
@@ -320,4 +323,44 @@ func TestTakeoverWithDeadClients(t *testing.T) {
 	})
 	r.eventually("they are gone", func() bool { return r.server.Sessions() == 0 })
 	r.eventually("what they held is free", func() bool { return r.engine.Stats().Leases == 0 })
+}
+
+// LMCache's sockets go on in the next process.
+func TestTakeoverWithLMCache(t *testing.T) {
+	r := newRig(t, rigOptions{lmcache: true})
+	w := r.worker(lmHello("lm"))
+	storeLM(t, w, 1, 5)
+	l, err := client.NewLookups(r.lmcache[0], r.lmcache[1], nil)
+	check(t, err)
+	defer func() {
+		check(t, l.Close())
+		_ = os.Remove(strings.TrimPrefix(r.lmcache[1], "ipc://")) // libzmq leaves it
+	}()
+	b, err := msgpack.Marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": "x",
+		"hashes": []int64{lmHash(1, 0), lmHash(1, 1)}, "offsets": []uint32{256, 256}})
+	check(t, err)
+	ask := func() (tokens any) {
+		t.Helper()
+		// LMCache asks again if it hears nothing: its client may still be connecting.
+		r.eventually("an answer", func() bool {
+			check(t, l.Send(b))
+			frames, err := l.Recv(50 * time.Millisecond)
+			var m map[string]any
+			if err != nil || msgpack.Unmarshal(frames[0], &m) != nil {
+				return false
+			}
+			tokens = m["num_hit_tokens"]
+			return true
+		})
+		return tokens
+	}
+	for range 2 {
+		if got := fmt.Sprint(ask()); got != "512" {
+			t.Errorf("%s tokens hit", got)
+		}
+		r.takeOver(nil)
+	}
+	if got := fmt.Sprint(ask()); got != "512" {
+		t.Errorf("%s tokens hit", got)
+	}
 }

@@ -291,14 +291,17 @@ func TestTakeoverDetached(t *testing.T) {
 	}
 }
 
+// testBegin is the Begin of a process that can take over.
+var testBegin = handover.Begin{Handover: handover.Version, Protocol: wire.Version,
+	Directory: directory.Version, Release: "test", ArenaKind: "memfd", LimitBytes: 64 << 20,
+	MaxSessions: 64, MaxSpaces: 64, MaxPages: 1 << 20}
+
 // The process that takes over dies at each step. Before there is no way back the old one goes on as
 // if nothing had been asked. After that it ends as well, and the next sidecar finds all that was
 // stored with the workers.
 func TestTakeoverDies(t *testing.T) {
 	t.Parallel()
-	begin := handover.Begin{Handover: handover.Version, Protocol: wire.Version,
-		Directory: directory.Version, Release: "test", ArenaKind: "memfd", LimitBytes: 64 << 20,
-		MaxSessions: 64, MaxSpaces: 64, MaxPages: 1 << 20}
+	begin := testBegin
 	old := begin
 	old.Handover++
 	for _, tc := range []struct {
@@ -590,5 +593,40 @@ func waitFor(t *testing.T, what string, cond func() bool) {
 		if time.Now().After(end) {
 			t.Fatalf("it never came: %s", what)
 		}
+	}
+}
+
+// A sidecar that is told to end while another process waits to take over ends: it drains, and the
+// other process is refused.
+func TestTakeoverOfOneThatEnds(t *testing.T) {
+	t.Parallel()
+	s := serveOnly(t, "--arena-limit", "64M", "--arena-kind", "memfd", "--lifecycle-drain=1h")
+	w := s.worker()
+	packed, _ := hashes(4)
+	var g wire.StoreGrant
+	if err := w.Call(&wire.PrepareStore{ID: 1, Hashes: packed}, &g, patience); err != nil {
+		t.Fatal(err)
+	}
+	h, err := ipc.DialHandover(s.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	begin := testBegin
+	if err := h.Send(handover.TypeBegin, handover.Encode(begin.Fields)); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, "it holds stores back", func() bool {
+		return strings.Contains(s.text(), "another process takes over")
+	})
+	s.signal(syscall.SIGTERM)
+	if err := expect(h, handover.TypeRefuse); err != nil {
+		t.Error(err)
+	}
+	if err := w.Send(&wire.CommitStore{Store: g.Store}); err != nil {
+		t.Fatal(err)
+	}
+	if code := s.exit(patience); code != 0 {
+		t.Errorf("exit code %d:\n%s", code, s.text())
 	}
 }
