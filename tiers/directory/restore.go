@@ -55,6 +55,8 @@ func (d *Directory) Restore() (Found, error) {
 		}
 		jobs = append(jobs, jobsOf(p, num)...)
 	}
+	// The workers read different pieces, as the engine takes one call for a piece at a time.
+	slices.SortStableFunc(jobs, func(a, b job) int { return cmp.Compare(a.from, b.from) })
 	// Parts of different pieces side by side: those of one wait for one another.
 	slices.SortStableFunc(jobs, func(x, y job) int { return cmp.Compare(x.from, y.from) })
 	var next atomic.Int64
