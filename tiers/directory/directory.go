@@ -512,7 +512,9 @@ func (d *Directory) onGone(num, slot uint32) {
 func (d *Directory) prepare(p *piece) {
 	p.first.Do(func() {
 		for _, q := range p.before {
-			q.life.Lock() // who has it later sees that q is dead
+			// It waits for those who have it now. Who has it later sees that q is dead.
+			q.life.Lock()
+			//lint:ignore SA2001 see above
 			q.life.Unlock()
 		}
 		d.mu.Lock()

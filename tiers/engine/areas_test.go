@@ -184,8 +184,7 @@ func TestModelsShareOneRegion(t *testing.T) {
 // geometry takes it. What it holds is found. Other regions are used meanwhile, and Undrain ends it.
 func TestDrainArea(t *testing.T) {
 	pieces := map[uint32]Piece{}
-	var b *bench
-	b = newBench(t, 8, 4, Config{ArenaLimitBytes: 8 * 256, OnCarve: func(p Piece) {
+	b := newBench(t, 8, 4, Config{ArenaLimitBytes: 8 * 256, OnCarve: func(p Piece) {
 		pieces[p.Num] = p
 	}, OnUncarve: func(num uint32) { delete(pieces, num) }})
 	other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 96,

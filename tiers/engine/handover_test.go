@@ -417,10 +417,10 @@ func TestTakeOver(t *testing.T) {
 			}
 		}
 		if want > 0 {
-			second, more, err := b.e.PrepareLoad(me, me, 5, 0, want, nil)
+			_, _, err := b.e.PrepareLoad(me, me, 5, 0, want, nil)
 			b.is(err, tiers.ErrBusy) // as many loads as there may be
 			b.ok(b.e.Release(me, load, nil))
-			second, more, err = b.e.PrepareLoad(me, me, 5, 0, want, nil)
+			second, more, err := b.e.PrepareLoad(me, me, 5, 0, want, nil)
 			b.ok(err)
 			if second>>32 <= uint64(out.Generation) || more[0].Offset/256 != extents[0].Offset/256 {
 				t.Fatalf("load %#x of %+v", second, more)

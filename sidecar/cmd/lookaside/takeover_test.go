@@ -240,7 +240,7 @@ func TestTakeoverWaitsForStores(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	s = s.takeOver()
+	s.takeOver()
 	var pong wire.Pong
 	if err := w.Call(&wire.Ping{ID: 3}, &pong, patience); err != nil || pong.ID != 3 {
 		t.Errorf("%+v, %v", pong, err)
