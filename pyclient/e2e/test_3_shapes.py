@@ -261,6 +261,7 @@ class TestTwoRanksAndNoRoom:
         client.reset_prefix_cache(two_ranks.server.base_url)
         without = ask(two_ranks.server, prompt)
         assert (without.tokens, without.cached_tokens) == (truth.tokens, 0)
+        (second.endpoint / "directory").unlink()  # or it would find its arena again
         restarted = two_ranks.stand.sidecar(1, "tp", settings=LITTLE)
         eventually(
             lambda: sessions(restarted) == 2, "both roles' sessions with the second rank's sidecar"
