@@ -61,8 +61,9 @@ func startManager(t *testing.T) *userManager {
 		0o600); err != nil {
 		t.Fatal(err)
 	}
-	// The manager of a user wants to see that the system was booted by systemd.
-	cmd := exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-c",
+	// The manager of a user wants to see that the system was booted by systemd. What other tests
+	// unmount is unmounted here too (slave); their file systems would stay alive otherwise.
+	cmd := exec.Command("unshare", "--mount", "--propagation", "slave", "sh", "-c",
 		"mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system && exec "+program+
 			" --user --log-target=console")
 	log, err := os.Create(filepath.Join(dir, "log"))
