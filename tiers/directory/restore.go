@@ -161,6 +161,8 @@ func (r *restorer) read(j *job, buf []byte) []byte {
 		r.fail(fmt.Errorf("entries of region %d: %w", p.Region, err))
 		return b
 	}
+	var print tiers.Fingerprint
+	var id engine.SpaceID
 	batch := make([]engine.Restored, 0, min(j.to-j.from, batchChunks))
 	for slot := j.from; slot < j.to; slot++ {
 		var e media.Entry
@@ -176,7 +178,9 @@ func (r *restorer) read(j *job, buf []byte) []byte {
 		p.begin(uint32(slot))
 		d.kept.Add(1)
 		raise(&r.last, e.Commit)
-		id := r.space(p, e.Space)
+		if e.Space != print || id == 0 { // chunks of a space lie in long runs
+			print, id = e.Space, r.space(p, e.Space)
+		}
 		if id == 0 {
 			r.spaceless.Add(1)
 			d.void(p, uint32(slot))
