@@ -22,12 +22,13 @@ PD ?=
 ARENA ?=
 SIDECARS ?=
 VERSIONS ?=
+PAGES ?=
 ARGS ?=
 
 # Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup build build-bench build-soak demo test test-go test-python test-py test-e2e versions lint lint-go lint-py bench fuzz soak attack faults clean
+.PHONY: help setup build build-bench build-soak demo test test-go test-python test-py test-e2e matrix arm lint lint-go lint-py bench fuzz soak attack faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -73,8 +74,11 @@ test-py: build-bench ## Python tests without a running vLLM
 test-e2e: build ## Tests in real vLLM servers
 	$(PY) -m pytest -q --timeout=900 --durations=8 $(PYTEST_FLAGS) pyclient/e2e
 
-versions: build ## The Python tests on the older vLLM versions that README claims, VERSIONS='0.30.0 …'
-	@scripts/versions.sh $(VERSIONS)
+matrix: build-bench ## The Python tests on each version of vLLM that README claims, and a table of them; VERSIONS='0.30.0 …'
+	@$(PY) scripts/matrix.py $(VERSIONS)
+
+arm: setup ## Build for arm64 and test under qemu-user with pages of 4, 16 and 64 KiB; PAGES='4096 65536'; docs/arm.md
+	@PAGES='$(PAGES)' scripts/arm.sh
 
 lint: build ## gofmt, vet, staticcheck, ruff, pyright
 	@$(MAKE) -j2 --output-sync=target lint-go lint-py
@@ -82,6 +86,7 @@ lint: build ## gofmt, vet, staticcheck, ruff, pyright
 lint-go:
 	@out=$$(gofmt -l $$(git ls-files '*.go')); [ -z "$$out" ] || { echo "not gofmt'ed: $$out"; exit 1; }
 	$(GO) vet ./...
+	GOARCH=arm64 CGO_ENABLED=0 $(GO) vet ./dax/...
 	$(GO) tool staticcheck ./...
 
 lint-py:

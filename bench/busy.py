@@ -56,7 +56,8 @@ import aiohttp
 from bench._report import Report, arguments, spread
 from examples.stand import client, model
 from examples.stand.client import Answer
-from examples.stand.processes import Server, Stand, connector_config, eventually, stop_on_signals
+from examples.stand.command import ended
+from examples.stand.processes import Server, Stand, connector_config, eventually
 from examples.stand.progress import say
 
 # Of the connector's metrics.
@@ -361,35 +362,27 @@ def main() -> int:
     if args.rounds < 1 or not all(0 < count <= 15 for count in args.streams):
         parser.error("--rounds must be at least 1, and --streams 1 to 15 (servers run 16 requests)")
     idle = min(7, args.rounds) if args.idle is None else args.idle
-    stop_on_signals()
     series: Series = defaultdict(lambda: {side: [] for side in SIDES})
-    try:
-        with Stand(model.ensure()) as stand:
-            say("starting two vLLM servers (about a minute) ...")
-            bench = Bench(stand, series)
-            for number, done in enumerate(range(0, args.rounds, EACH)):
-                each = min(EACH, args.rounds - done)
-                for streams in args.streams:
-                    bench.round(number, streams, each)
-                    say(
-                        f"{done + each} of {args.rounds} samples beside {streams} streams, with "
-                        f"and without the connector: "
-                        f"{latest(series, f'miss.{streams}', f'hit.{streams}', 'streams')}"
-                    )
-            for number in range(idle):
-                bench.idle(number)
-                say(f"idle {number + 1} of {idle}: {latest(series, 'idle')}")
-            if not all(sides["plain"] for sides in series.values()):
-                raise RuntimeError(
-                    "a case has no sample: see the log of the server with the connector; a "
-                    "longer run (--rounds) may help where the machine is loaded"
+    with ended("busy"), Stand(model.ensure()) as stand:
+        say("starting two vLLM servers (about a minute) ...")
+        bench = Bench(stand, series)
+        for number, done in enumerate(range(0, args.rounds, EACH)):
+            each = min(EACH, args.rounds - done)
+            for streams in args.streams:
+                bench.round(number, streams, each)
+                say(
+                    f"{done + each} of {args.rounds} samples beside {streams} streams, with "
+                    f"and without the connector: "
+                    f"{latest(series, f'miss.{streams}', f'hit.{streams}', 'streams')}"
                 )
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"busy: {error}")
-        return 1
+        for number in range(idle):
+            bench.idle(number)
+            say(f"idle {number + 1} of {idle}: {latest(series, 'idle')}")
+        if not all(sides["plain"] for sides in series.values()):
+            raise RuntimeError(
+                "a case has no sample: see the log of the server with the connector; a "
+                "longer run (--rounds) may help where the machine is loaded"
+            )
     return figures(series, bench.ours, bench.left_out, bench.unequal).finish(args.json)
 
 

@@ -99,7 +99,8 @@ def measure(
     plan.attach(0, arena.address, arena.size)
     rng = np.random.default_rng(seed)
     kernels = {"limit": _native.MEMCPY}
-    kernels["value"] = _native.AVX512 if _native.usable(_native.AVX512) else _native.MEMCPY
+    streams = [kernel for kernel in (_native.AVX512, _native.NEON) if _native.usable(kernel)]
+    kernels["value"] = streams[0] if streams else _native.MEMCPY
     speeds = {direction: {kind: [] for kind in kernels} for direction in ("gather", "scatter")}
     slots = np.uint64(arena.address) + np.arange(layout.num_blocks, dtype=np.uint64) * np.uint64(
         layout.page_bytes

@@ -32,13 +32,13 @@ from lookaside.session import Session
 
 from bench._report import Report, arguments
 from examples.stand import client, model
+from examples.stand.command import ended
 from examples.stand.processes import (
     Server,
     Sidecar,
     Stand,
     connector_config,
     eventually,
-    stop_on_signals,
 )
 from examples.stand.progress import say
 
@@ -249,9 +249,8 @@ def main() -> int:
         "--count", type=int, default=100, help="lookups of each kind in a round (default 100)"
     )
     args = parser.parse_args()
-    stop_on_signals()
     report = Report("peer")
-    try:
+    with ended("peer"):
         if args.lookups:
             say("lookups at two sidecars ...")
             with lookups() as each:
@@ -284,12 +283,6 @@ def main() -> int:
                     hits.seconds["peer"],
                     [TTFT_LIMIT * v for v in hits.seconds["own"]],
                 )
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"peer: {error}")
-        return 1
     return report.finish(args.json)
 
 

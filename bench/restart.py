@@ -39,13 +39,13 @@ from typing import NamedTuple
 
 from bench._report import REPO, Case, Report, arguments
 from examples.stand import client, model
+from examples.stand.command import ended
 from examples.stand.processes import (
     Server,
     Sidecar,
     Stand,
     connector_config,
     eventually,
-    stop_on_signals,
 )
 from examples.stand.progress import say
 
@@ -218,10 +218,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 1 or args.window <= 0:
         parser.error("--rounds must be at least 1, and --window positive")
-    stop_on_signals()
     report = Report("restart")
     windows: dict[str, list[Window]] = defaultdict(list)
-    try:
+    with ended("restart"):
         with Stand(model.ensure()) as stand:
             say("starting vLLM servers (about a minute) ...")
             bench = Bench(stand, args.window)
@@ -240,12 +239,6 @@ def main() -> int:
             if chunks:
                 say(f"the sidecar alone, with {chunks} chunks ...")
                 alone(chunks, report)
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"restart: {error}")
-        return 1
     return report.finish(args.json)
 
 

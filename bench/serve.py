@@ -44,13 +44,13 @@ from typing import NamedTuple
 
 from bench._report import Report, arguments
 from examples.stand import client, model
+from examples.stand.command import ended
 from examples.stand.processes import (
     Process,
     Server,
     Stand,
     connector_config,
     server_env,
-    stop_on_signals,
 )
 from examples.stand.progress import say
 
@@ -339,20 +339,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
-    stop_on_signals()
-    try:
-        with Stand(model.ensure()) as stand:
-            say("starting vLLM servers (about a minute) ...")
-            bench = Bench(stand)
-            for number in range(args.rounds + 1):
-                say(f"round {number} of {args.rounds}" if number else "cold:")
-                bench.round(number)
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"serve: {error}")
-        return 1
+    with ended("serve"), Stand(model.ensure()) as stand:
+        say("starting vLLM servers (about a minute) ...")
+        bench = Bench(stand)
+        for number in range(args.rounds + 1):
+            say(f"round {number} of {args.rounds}" if number else "cold:")
+            bench.round(number)
     report = figures(bench.series)
     status = report.finish(args.json)
     for line in goals(report):

@@ -37,13 +37,13 @@ from collections.abc import Mapping, Sequence
 from bench._report import Report, arguments
 from examples.stand import client, model
 from examples.stand.client import Answer
+from examples.stand.command import ended
 from examples.stand.processes import (
     Server,
     Sidecar,
     Stand,
     connector_config,
     eventually,
-    stop_on_signals,
 )
 from examples.stand.progress import say
 
@@ -245,9 +245,8 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=8000, help="of each prompt (default 8000)")
     args = parser.parse_args()
-    stop_on_signals()
     seconds: dict[str, list[float]] = {}
-    try:
+    with ended("ttft"):
         with Stand(model.ensure()) as stand:
             say("starting three vLLM servers (about a minute) ...")
             bench = Bench(stand, args.tokens)
@@ -278,12 +277,6 @@ def main() -> int:
                 if not disk.seconds["disk.disk"]:
                     raise RuntimeError("no round had hits both in the arena and on disk")
                 seconds |= disk.seconds
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"ttft: {error}")
-        return 1
 
     return figures(seconds).finish(args.json)
 

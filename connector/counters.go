@@ -75,6 +75,7 @@ type counters struct {
 	sessionsOpened atomic.Uint64
 	lingered       atomic.Uint64
 	froze          atomic.Uint64
+	advice         adviceCounters
 	refused        [refusals]atomic.Uint64
 	errors         [errorKinds]atomic.Uint64
 }
@@ -143,6 +144,7 @@ type Counters struct {
 	Lingered uint64 `json:"lingered"`
 	// times that a session with slots froze
 	Froze   uint64            `json:"froze"`
+	Advice  AdviceCount       `json:"-"`
 	Refused map[string]uint64 `json:"refused"`
 	Errors  map[string]uint64 `json:"errors"`
 }
@@ -169,6 +171,7 @@ func (c *counters) snapshot() Counters {
 		SessionsOpened: c.sessionsOpened.Load(),
 		Lingered:       c.lingered.Load(),
 		Froze:          c.froze.Load(),
+		Advice:         c.advice.snapshot(),
 		Refused:        make(map[string]uint64, refusals),
 		Errors:         make(map[string]uint64, errorKinds),
 	}

@@ -16,12 +16,14 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
+	"lookaside/tiers/tenant"
 )
 
 // HandleLookup implements ipc.Handler for one message of the native lookup socket. It returns the
 // session to reply to and the reply, appended to reply; or 0 if there is no reply. The goroutine
 // that owns the sockets calls it. It does not block, and allocates nothing unless there is an
-// error. No error is sent: the client's deadline turns silence into a miss.
+// error, or advice that takes long. No error is sent: the client's deadline turns silence into a
+// miss.
 func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 	t, err := wire.Peek(msg)
 	if err != nil {
@@ -48,6 +50,11 @@ func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 				!s.holdLookup(ses.id, m.cancel.Lookup, msg, false) {
 				s.noteLookup(s.stack.Cancel(ses.owner, m.cancel.Lookup))
 			}
+			return 0, nil
+		}
+	case wire.TypeAdvise:
+		if err = m.advise.Decode(msg, &s.lookupLimits); err == nil {
+			s.advise(&m.advise)
 			return 0, nil
 		}
 	}
@@ -93,6 +100,8 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 	asked := min(len(m.Hashes)/g.DigestBytes, s.cfg.MaxPages)
 	s.count.lookups.Add(1)
 	s.count.lookupPages.Add(uint64(asked))
+	who := s.cfg.Tenants.Find(m.Tenant)
+	s.cfg.Tenants.Asked(who, asked*g.PageTokens)
 	pages := 0
 	switch {
 	case len(m.Hashes)%g.DigestBytes != 0 || len(m.Prev) != 0 && len(m.Prev) != g.DigestBytes:
@@ -115,6 +124,7 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 			Prev: m.Prev, Hashes: m.Hashes[:asked*g.DigestBytes],
 			Deadline:  time.Duration(m.DeadlineMs) * time.Millisecond,
 			Recompute: time.Duration(m.RecomputeUs) * time.Microsecond,
+			Tenant:    who,
 			Ticks:     true,
 		}
 		n, done, err := s.stack.Lookup(q, s)
@@ -128,7 +138,7 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 		}
 	}
 	tokens := pages * g.PageTokens
-	s.countAnswer(pages, tokens, time.Since(start))
+	s.countAnswer(who, pages, tokens, time.Since(start))
 	r := wire.LookupResult{Lookup: m.Lookup, HitPages: uint32(pages), HitTokens: uint32(tokens),
 		InMemory: pages > 0 && s.inMemory(ses.owner, m.Lookup)}
 	return m.Session, r.Append(reply)
@@ -139,7 +149,8 @@ func (s *Server) inMemory(o engine.Owner, lookup uint64) bool {
 	return s.frail.Load() == 0 && s.engine.InArena(o, lookup)
 }
 
-func (s *Server) countAnswer(pages, tokens int, took time.Duration) {
+func (s *Server) countAnswer(who tenant.ID, pages, tokens int, took time.Duration) {
+	s.cfg.Tenants.Hit(who, tokens)
 	s.count.hitPages.Add(uint64(pages))
 	s.count.hitTokens.Add(uint64(tokens))
 	if s.cfg.ObserveLookup != nil {
@@ -171,7 +182,7 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 		return // the session has ended, and with it the lookup
 	}
 	tokens := a.Pages * ses.space.geometry.PageTokens
-	s.countAnswer(a.Pages, tokens, a.Took)
+	s.countAnswer(a.Tenant, a.Pages, tokens, a.Took)
 	m := wire.LookupResult{Lookup: a.Lookup, HitPages: uint32(a.Pages), HitTokens: uint32(tokens),
 		InMemory: a.Pages > 0 && s.inMemory(a.Owner, a.Lookup)}
 	s.lookups.Post(ses.id, m.Append(nil))
@@ -285,6 +296,7 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 	}
 	asked, pages := min(len(m.Offsets), s.cfg.MaxPages), 0
 	m.Hashes, m.Offsets = m.Hashes[:asked*m.DigestBytes], m.Offsets[:asked]
+	s.cfg.Tenants.Asked(tenant.None, tokensOf(m.Offsets)) // its messages name nobody
 	s.count.lookups.Add(1)
 	s.count.lookupPages.Add(uint64(asked))
 	// A tag is part of LMCache's keys, but not of the hashes. A chunk that was stored with another
@@ -299,7 +311,7 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 		}
 	}
 	tokens := tokensOf(m.Offsets[:pages])
-	s.countAnswer(pages, tokens, time.Since(start))
+	s.countAnswer(tenant.None, pages, tokens, time.Since(start))
 	return uint32(tokens), true
 }
 
@@ -351,7 +363,7 @@ func (s *Server) lmcacheAnswered(a stack.Answer) {
 		return // the lookup was cleaned up
 	}
 	tokens := tokensOf(w.offsets[:min(a.Pages, len(w.offsets))])
-	s.countAnswer(a.Pages, tokens, a.Took)
+	s.countAnswer(tenant.None, a.Pages, tokens, a.Took)
 	s.lookups.PostLMCache(w.id, w.multipart, uint32(tokens))
 }
 

@@ -20,6 +20,7 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
+	"lookaside/tiers/tenant"
 )
 
 // handshakePatience is how long a client may take from connecting to its Hello.
@@ -44,6 +45,10 @@ type Config struct {
 	// LMCacheEngine is the engine whose pages LMCache's lookups ask for. "" means the only
 	// space that LMCache's hashes fit.
 	LMCacheEngine string
+
+	// Tenants has the tenants that requests name, and counts what they ask for. The engine has the
+	// same. Default: all that have a name are tenant.Other.
+	Tenants *tenant.Registry
 
 	// ExtraFields are added to every space, as if its worker had declared them. They describe what
 	// the sidecar does to pages, so that differently treated pages are of different spaces.
@@ -106,6 +111,7 @@ type Server struct {
 		lookup wire.Lookup
 		trim   wire.Trim
 		cancel wire.Cancel
+		advise wire.Advise
 		query  stack.Query
 	}
 	lmcache lmcacheState
@@ -115,6 +121,8 @@ type Server struct {
 	changing    atomic.Int64 // requests under way that change the arena
 	holdPartial atomic.Bool
 	held        heldLookups
+
+	advices advices
 
 	mu        sync.Mutex // guards the fields below
 	closed    bool
@@ -148,6 +156,9 @@ func New(cfg Config) *Server {
 	if cfg.FrozenAfter == 0 {
 		cfg.FrozenAfter = defaultFrozenAfter
 	}
+	if cfg.Tenants == nil {
+		cfg.Tenants, _ = tenant.New(tenant.Config{}) // it has no names to refuse
+	}
 	return &Server{
 		cfg:          cfg,
 		log:          cfg.Log,
@@ -164,6 +175,7 @@ func New(cfg Config) *Server {
 		retracted:    make(map[uint32]struct{}),
 		preparing:    cfg.Preparing,
 		modeChanged:  make(chan struct{}),
+		advices:      advices{turn: make(chan struct{}, maxFollowing)},
 	}
 }
 
@@ -290,6 +302,7 @@ func (s *Server) Close() {
 		c.Close()
 	}
 	s.wg.Wait()
+	s.advices.wg.Wait()
 	s.mu.Lock()
 	left := s.parked
 	s.parked = nil

@@ -130,8 +130,9 @@ func (s *Server) serveConn(conn *ipc.Conn, l *ipc.Listener, hello []byte, held [
 				}
 			}
 			// A scheduler that is earlier than its worker tries again and again, which is normal.
+			// So is a role that moves to another epoch of weights before the other role.
 			level := zap.WarnLevel
-			if r.Code == wire.RefuseNoWorker {
+			if r.Code == wire.RefuseNoWorker || r.Field == EpochField {
 				level = zap.DebugLevel
 			}
 			log.Log(level, "refused a session", zap.Error(r))
@@ -540,7 +541,9 @@ func (ses *session) grantStore() []byte {
 	if s.draining.Load() {
 		return ses.fail(m.ID, fmt.Errorf("%w: the sidecar is shutting down", tiers.ErrClosed))
 	}
-	share := engine.Share{Of: int(m.Every), Index: int(m.Which)}
+	how := engine.Storing{Share: engine.Share{Of: int(m.Every), Index: int(m.Which)},
+		Tenant: s.cfg.Tenants.Find(m.Tenant), FromUse: int(m.FromUse),
+		Hints: hintsOf(m.Priority, m.RetainMs, m.PinMs)}
 	skipped := ses.elsewhere(m)
 	first, prev, hashes := int(m.FirstPage), m.Prev, m.Hashes
 	if skipped > 0 {
@@ -552,14 +555,14 @@ func (ses *session) grantStore() []byte {
 	grants := ses.extents[:0]
 	if len(hashes) > 0 {
 		var err error
-		res, grants, err = s.engine.PrepareShare(ses.owner, first, prev, hashes, share, grants)
+		res, grants, err = s.engine.PrepareStoring(ses.owner, first, prev, hashes, how, grants)
 		ses.extents = grants
 		if err != nil {
 			return ses.fail(m.ID, err)
 		}
 	}
 	for page, ppc := 0, ses.space.geometry.PagesPerChunk; page < skipped; page += ppc {
-		if (int(m.FirstPage)+page)/ppc%share.Of == share.Index {
+		if (int(m.FirstPage)+page)/ppc%how.Of == how.Index {
 			res.Held += min(ppc, skipped-page)
 		}
 	}

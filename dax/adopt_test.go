@@ -195,14 +195,14 @@ func TestMemory(t *testing.T) {
 	if err := f.Truncate(1 << 20); err != nil {
 		t.Fatal(err)
 	}
-	a, err := Attach(f, 4096, 8192, 0)
+	a, err := Attach(f, basePage, 2*basePage, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer a.Close()
 	copy(a.Bytes(), "x")
 	var b [1]byte
-	if _, err := f.ReadAt(b[:], 4096); err != nil || b[0] != 'x' {
+	if _, err := f.ReadAt(b[:], basePage); err != nil || b[0] != 'x' {
 		t.Errorf("%q %v", b, err)
 	}
 }

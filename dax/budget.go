@@ -191,8 +191,9 @@ func checkHugetlb(h host, size int64) error {
 		return fmt.Errorf("huge page budget: %w", err)
 	}
 	if free < need {
-		return fmt.Errorf("%w: need %d huge pages of 2 MiB (%s), but the pool has %d free (%s); raise vm.nr_hugepages",
-			ErrNoMemory, need, bytesize.Format(size), free, bytesize.Format(free*HugePageSize))
+		return fmt.Errorf("%w: need %d huge pages of 2 MiB (%s), but the pool has %d free (%s); raise /%s/nr_hugepages",
+			ErrNoMemory, need, bytesize.Format(size), free, bytesize.Format(free*HugePageSize),
+			hugePagesDir)
 	}
 	groups, err := h.cgroups("hugetlb")
 	if err != nil {

@@ -166,7 +166,8 @@ func TestBudgetHugetlb(t *testing.T) {
 		t.Errorf("overcommit: %v", err)
 	}
 	err := checkBudget(fakeHost(t, pool(200, 150, 51, 0, 0)), size, KindHugetlb, 0)
-	wantError(t, err, ErrNoMemory, "need 100 huge pages", "200MiB", "99 free", "vm.nr_hugepages")
+	wantError(t, err, ErrNoMemory, "need 100 huge pages", "200MiB", "99 free",
+		"/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 	err = checkBudget(fakeHost(t, pool(200, 150, 50, 0, 0)), size+1, KindHugetlb, 0)
 	wantError(t, err, ErrNoMemory, "need 101 huge pages")
 	err = checkBudget(fakeHost(t, plenty(nil)), size, KindHugetlb, 0)

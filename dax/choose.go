@@ -14,6 +14,7 @@ import (
 const (
 	thpShmem    = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 	thpShmem2MB = "sys/kernel/mm/transparent_hugepage/hugepages-2048kB/shmem_enabled"
+	thpSize     = "sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
 )
 
 // Choose returns the kind that a region of sizeBytes would become, and the reason in words for the
@@ -78,6 +79,12 @@ func choiceTHP(h host) error {
 			mode, name = size, "/"+thpShmem2MB
 		case err != nil && !errors.Is(err, fs.ErrNotExist):
 			return err
+		case err != nil:
+			// Where base pages are larger than 4 KiB, as some arm64 kernels have them, the one
+			// switch is for huge pages of 32 or 512 MiB, to which no region is aligned.
+			if large, err := h.readInt(thpSize); err == nil && large != HugePageSize {
+				return fmt.Errorf("%w: the only transparent huge pages of this kernel have %s, not 2MiB; set arena.kind to hugetlb or memfd", ErrUnsupported, bytesize.Format(large))
+			}
 		}
 	}
 	switch mode {

@@ -4,6 +4,7 @@ package dax
 
 import (
 	"errors"
+	"os"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -23,8 +24,9 @@ const (
 	StateClosed State = 3
 )
 
-// The control region has ControlSize bytes, little-endian. Every field is naturally aligned and
-// written with one store, so a reader needs no lock. Fields may be from different moments.
+// The control region has ControlSize bytes, little-endian, and zeros up to the end of its page.
+// Every field is naturally aligned and written with one store, so a reader needs no lock. Fields
+// may be from different moments.
 const (
 	// ControlSize in bytes.
 	ControlSize = 4096
@@ -56,11 +58,15 @@ type Control struct {
 // NewControl makes the control region of the sidecar run named generation, in
 // state StateServing with all numbers zero.
 func NewControl(generation uint64) (*Control, error) {
-	fd, err := newMemfd("lookaside-control", ControlSize, false)
+	size, err := roundUp(ControlSize, int64(os.Getpagesize()))
+	if err != nil {
+		return nil, err // not reached
+	}
+	fd, err := newMemfd("lookaside-control", size, false)
 	if err != nil {
 		return nil, err
 	}
-	mem, err := mapAligned(fd, ControlSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	mem, err := mapAligned(fd, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		_ = unix.Close(fd)
 		return nil, err

@@ -104,6 +104,10 @@ type Device struct {
 // moving.
 const fileRoom = 1 << 40
 
+// fileUnit is the unit in which a file is cut where no size is given. It does not depend on the
+// machine's pages. So where they are larger a file is cut in the same way, or it is refused.
+const fileUnit = 4096
+
 // OpenDevice locks and maps a partition of a device. Errors wrap [ErrDevice], [ErrBusy] (a
 // *RangeLockedError, or after a few seconds a *LentError), [ErrNoSpace] or [ErrNoMemory], and
 // contain a fix. A failed OpenDevice leaves nothing open, but a file that it made stays.
@@ -155,6 +159,11 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 		if d.kind == PlainFile && !o.AllowFile {
 			return d, fmt.Errorf("%s: %w: it is a regular file, and not on a file system mounted with -o dax; set allow_files to have it stand in for a device", o.Path, ErrDevice)
 		}
+		if d.kind == FSDAX {
+			if err = canWriteBack(); err != nil {
+				return d, fmt.Errorf("%s: %w", o.Path, err)
+			}
+		}
 		if total == 0 && o.AllowFile {
 			if total, err = makeDeviceFile(o, d.lock); err != nil {
 				return d, err
@@ -163,18 +172,22 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	default:
 		return d, fmt.Errorf("%s: %w: it is %s", o.Path, ErrDevice, fileType(st.Mode))
 	}
+	unit := d.align
+	if d.kind != DevDAX {
+		unit = fileUnit
+	}
 	size := o.SizeBytes
 	if size == 0 {
-		size = (total - d.offset) / d.align * d.align
+		size = (total - d.offset) / unit * unit
 	}
 	if o.Ranks > 1 {
 		if size > total-d.offset {
 			return d, d.fits(size, total)
 		}
-		share := size / int64(o.Ranks) / d.align * d.align
+		share := size / int64(o.Ranks) / unit * unit
 		if d.offset, size = d.offset+int64(o.Rank)*share, share; share == 0 {
 			return d, fmt.Errorf("%s: %w: %s in %d parts, each a multiple of %s", o.Path, ErrDevice,
-				bytesize.Format(o.SizeBytes), o.Ranks, bytesize.Format(d.align))
+				bytesize.Format(o.SizeBytes), o.Ranks, bytesize.Format(unit))
 		}
 	}
 	if err = d.fits(size, total); err != nil {
@@ -199,10 +212,12 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	case d.kind != DevDAX:
 		room = max(room, fileRoom)
 	}
-	if d.room, err = reserve(room, d.align); err != nil {
-		if d.room, err = reserve(size, d.align); err != nil {
+	// Less room does where the address space is limited (ulimit -v): the partition can grow less.
+	for d.room, err = reserve(room, d.align); err != nil; d.room, err = reserve(room, d.align) {
+		if room == size {
 			return d, fmt.Errorf("%s: %w", o.Path, err)
 		}
+		room = max(size, room/16/d.align*d.align)
 	}
 	return d, d.mapTo(size)
 }
@@ -210,6 +225,8 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 // fits returns an error if the partition cannot have the given size.
 func (d *Device) fits(size, total int64) error {
 	switch {
+	case d.kind != DevDAX && (d.offset%d.align != 0 || size%d.align != 0):
+		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on is not aligned to %s, the pages of this machine: set an offset and a size that are multiples of it, for each rank", d.path, ErrDevice, size, d.offset, bytesize.Format(d.align))
 	case d.offset%d.align != 0 || size%d.align != 0:
 		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on is not aligned to %s, as this device wants it", d.path, ErrDevice, size, d.offset, bytesize.Format(d.align))
 	case size <= 0:
@@ -559,8 +576,9 @@ func (d *Device) Close() error {
 	return d.closeErr
 }
 
-// Peek reads a few bytes of a device without a lock. The device may belong to another process, so
-// the bytes may be torn or outdated. SysFS is as in DeviceOptions.
+// Peek reads a few bytes of a device or file without a lock. It may belong to another process, so
+// the bytes may be torn or outdated. An error wraps ErrFault if the file has fewer bytes. sysFS is
+// as DeviceOptions.SysFS.
 func Peek(path, sysFS string, off int64, p []byte) error {
 	if sysFS == "" {
 		sysFS = "/sys"
@@ -573,6 +591,16 @@ func Peek(path, sysFS string, off int64, p []byte) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return &fs.PathError{Op: "stat", Path: path, Err: err}
+	}
+	if st.Mode&unix.S_IFMT == unix.S_IFREG {
+		n, err := unix.Pread(fd, p, off)
+		if err != nil {
+			return &fs.PathError{Op: "read", Path: path, Err: err}
+		}
+		if n < len(p) {
+			return fmt.Errorf("%s: %w: it ends before byte %d", path, ErrFault, off+int64(len(p)))
+		}
+		return nil
 	}
 	align := int64(os.Getpagesize())
 	if st.Mode&unix.S_IFMT == unix.S_IFCHR {

@@ -15,9 +15,13 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"lookaside/internal/bytesize"
 )
 
 const mib = 1 << 20
+
+var basePage = int64(os.Getpagesize())
 
 func mustOpenDevice(t *testing.T, o DeviceOptions) *Device {
 	t.Helper()
@@ -51,7 +55,7 @@ func TestDeviceFile(t *testing.T) {
 	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true}, ErrDevice, "no size")
 	d := mustOpenDevice(t, o)
 	if d.Kind() != PlainFile || d.Size() != mib || len(d.Bytes()) != mib ||
-		d.Align() != int64(os.Getpagesize()) || d.NUMANode() != NoNUMANode || d.Direct() ||
+		d.Align() != basePage || d.NUMANode() != NoNUMANode || d.Direct() ||
 		d.Path() != path || d.Offset() != 0 {
 		t.Errorf("opened %+v", d)
 	}
@@ -73,8 +77,8 @@ func TestDeviceFile(t *testing.T) {
 	wantNoDevice(t, DeviceOptions{Path: path}, ErrDevice, "regular file", "allow_files")
 	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, SizeBytes: 2 * mib}, ErrDevice,
 		"does not fit", "1MiB")
-	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, SizeBytes: 4097}, ErrDevice,
-		"not aligned to 4KiB")
+	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, SizeBytes: basePage + 1}, ErrDevice,
+		"not aligned to "+bytesize.Format(basePage), "pages of this machine")
 	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: 5}, ErrDevice,
 		"not aligned")
 	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: mib}, ErrDevice)
@@ -147,7 +151,7 @@ func TestDeviceAllocatesInMemory(t *testing.T) {
 		}
 		if hole {
 			if err := unix.Fallocate(d.FD(), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE,
-				mib, 4096); err != nil {
+				mib-basePage, basePage); err != nil {
 				t.Error(err)
 			}
 		}
@@ -168,12 +172,12 @@ func TestDevicePartitions(t *testing.T) {
 	}
 	a := mustOpenDevice(t, part(0, mib))
 	b := mustOpenDevice(t, part(mib, mib))
-	for _, o := range []DeviceOptions{part(0, mib), part(mib-4096, 4096), part(4096, 8192),
-		part(mib, 3*mib), part(0, 4*mib)} {
+	for _, o := range []DeviceOptions{part(0, mib), part(mib-basePage, basePage),
+		part(basePage, 2*basePage), part(mib, 3*mib), part(0, 4*mib)} {
 		wantNoDevice(t, o, ErrBusy, "has its bytes")
 	}
 	var busy *RangeLockedError
-	if _, err := OpenDevice(part(mib+4096, mib)); !errors.As(err, &busy) ||
+	if _, err := OpenDevice(part(mib+basePage, mib)); !errors.As(err, &busy) ||
 		busy.OffsetBytes != mib || busy.SizeBytes != mib || busy.PID != 0 {
 		t.Errorf("locked: %+v", busy)
 	}
@@ -202,10 +206,10 @@ func TestDeviceRanks(t *testing.T) {
 		if d := all[rank]; d.Size() != mib || d.Offset() != int64(rank)*mib {
 			t.Errorf("rank %d has %d bytes from %d on", rank, d.Size(), d.Offset())
 		}
-		wantError(t, all[rank].Resize(mib+4096), ErrDevice, "does not fit")
+		wantError(t, all[rank].Resize(mib+basePage), ErrDevice, "does not fit")
 	}
 	wantNoDevice(t, o, ErrBusy)
-	o.OffsetBytes, o.SizeBytes = 3*mib+4096, 0
+	o.OffsetBytes, o.SizeBytes = 3*mib+basePage, 0
 	wantNoDevice(t, o, ErrDevice)
 	o.OffsetBytes, o.SizeBytes = 0, 4*mib
 	wantNoDevice(t, o, ErrDevice, "does not fit")
@@ -215,6 +219,20 @@ func TestDeviceRanks(t *testing.T) {
 	}
 	o = DeviceOptions{Path: path, OffsetBytes: 3 * mib, SizeBytes: 4096, Ranks: 2, AllowFile: true}
 	wantNoDevice(t, o, ErrDevice, "2 parts")
+
+	// A file is cut in the same way whatever the pages are, or it is refused.
+	o = DeviceOptions{Path: path, Ranks: 2, Rank: 1, AllowFile: true}
+	for _, d := range all {
+		if err := d.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const share = (3*mib + 4096) / 2 / 4096 * 4096
+	if share%basePage != 0 {
+		wantNoDevice(t, o, ErrDevice, "pages of this machine")
+	} else if d := mustOpenDevice(t, o); d.Offset() != share || d.Size() != share {
+		t.Errorf("rank 1 of 2 has %d bytes from %d on", d.Size(), d.Offset())
+	}
 }
 
 func TestDeviceResize(t *testing.T) {
@@ -419,8 +437,9 @@ func TestDaxInfo(t *testing.T) {
 	}{
 		"1 GiB pages": {"bus/dax", map[string]string{"size": "4294967296",
 			"align": "1073741824"}, daxInfo{4 << 30, 1 << 30, NoNUMANode}, ""},
-		"4 KiB pages": {"bus/dax", map[string]string{"size": "8192", "align": "4096"},
-			daxInfo{8192, 4096, NoNUMANode}, ""},
+		"base pages": {"bus/dax", map[string]string{"size": strconv.FormatInt(2*basePage, 10),
+			"align": strconv.FormatInt(basePage, 10)},
+			daxInfo{2 * basePage, basePage, NoNUMANode}, ""},
 		"old class": {"class/dax", map[string]string{"size": "8388608",
 			"device/align": "4194304"}, daxInfo{8 << 20, 4 << 20, NoNUMANode}, ""},
 		"region": {"bus/dax", map[string]string{"size": "8388608",
@@ -459,7 +478,7 @@ func TestDeviceFileCutShort(t *testing.T) {
 	d := mustOpenDevice(t, DeviceOptions{Path: path, SizeBytes: mib, AllowFile: true})
 	mem := d.Bytes()
 	mem[mib-1] = 1
-	if err := os.Truncate(path, 4096); err != nil {
+	if err := os.Truncate(path, basePage); err != nil {
 		t.Fatal(err)
 	}
 	if err := Guard(func() { mem[mib-1]++ }, mem); !errors.Is(err, ErrFault) {

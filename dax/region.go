@@ -44,12 +44,12 @@ type Kind string
 const (
 	// KindAuto is the best of hugetlb, THP and memfd that the host provides.
 	KindAuto Kind = "auto"
-	// KindHugetlb is a memfd of 2 MiB pages from the pool vm.nr_hugepages.
+	// KindHugetlb is a memfd of 2 MiB pages from the kernel's pool of that size.
 	KindHugetlb Kind = "hugetlb"
 	// KindTHP is a memfd of transparent 2 MiB pages. The kernel may still
 	// use 4 KiB pages where memory is fragmented.
 	KindTHP Kind = "thp"
-	// KindMemfd is a memfd of base (4 KiB) pages.
+	// KindMemfd is a memfd of base pages: 4 KiB, or up to 64 KiB on arm64.
 	KindMemfd Kind = "memfd"
 	// KindFile is a regular file at Options.Path.
 	KindFile Kind = "file"
@@ -85,7 +85,8 @@ var (
 	ErrBusy = errors.New("in use")
 )
 
-// HugePageSize is the size of the pages of KindHugetlb and KindTHP, in bytes.
+// HugePageSize is the size of the pages of KindHugetlb and KindTHP, in bytes. arm64 has hugetlb
+// pages of this size whatever its base pages are.
 const HugePageSize = 2 << 20
 
 // Options describes a region to create.
@@ -352,8 +353,8 @@ func mapError(err error, kind Kind, size int64) error {
 		return err
 	}
 	if kind == KindHugetlb {
-		return fmt.Errorf("%w: the huge page pool gave less than %d pages: %w (raise vm.nr_hugepages)",
-			ErrNoMemory, size/HugePageSize, err)
+		return fmt.Errorf("%w: the huge page pool gave less than %d pages: %w (raise /%s/nr_hugepages)",
+			ErrNoMemory, size/HugePageSize, err, hugePagesDir)
 	}
 	return fmt.Errorf("%w: %w (address-space limit, or vm.overcommit_memory=2)", ErrNoMemory, err)
 }

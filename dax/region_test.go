@@ -141,7 +141,7 @@ func TestHugetlbExhausted(t *testing.T) {
 	size := (free + 64) * HugePageSize
 	_, err = Create(Options{Kind: KindHugetlb, SizeBytes: size, NUMANode: NoNUMANode,
 		Populate: true})
-	wantError(t, err, ErrNoMemory, "huge pages", "vm.nr_hugepages")
+	wantError(t, err, ErrNoMemory, "huge pages", "hugepages-2048kB/nr_hugepages")
 
 	fd, err := createMemfd("lookaside", size, true)
 	if err == nil {
@@ -152,7 +152,7 @@ func TestHugetlbExhausted(t *testing.T) {
 		}
 		err = mapError(err, KindHugetlb, size)
 	}
-	wantError(t, err, ErrNoMemory, "vm.nr_hugepages")
+	wantError(t, err, ErrNoMemory, "hugepages-2048kB/nr_hugepages")
 }
 
 // Fault 10, and what else a client with the descriptor might try.
@@ -239,7 +239,7 @@ func TestFailedCreateLeavesNothing(t *testing.T) {
 
 func TestPopulateThreads(t *testing.T) {
 	for _, threads := range []int{0, 1, 3, 100} {
-		r, err := Create(Options{Kind: KindMemfd, SizeBytes: 3*populateStep/2 + 4096,
+		r, err := Create(Options{Kind: KindMemfd, SizeBytes: 3*populateStep/2 + basePage,
 			NUMANode: NoNUMANode, Populate: true, Threads: threads})
 		if err != nil {
 			t.Fatal(err)

@@ -35,22 +35,32 @@ type direct struct {
 // AddDirect is AddSession for a session with a direct socket. It returns the descriptor of the
 // client's end, which the caller sends to the client and closes.
 func (l *LookupSockets) AddDirect(id uint64) (int, error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX,
-		unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	ours, theirs, err := directPair()
 	if err != nil {
-		return -1, fmt.Errorf("direct socket: %w", err)
+		return -1, err
 	}
-	ours, theirs := fds[0], fds[1]
-	err = errors.Join(setSendBuffer(ours, directBuffer), setSendBuffer(theirs, directBuffer))
-	if err == nil {
-		err = l.add(id, &replyTo{direct: &direct{fd: ours}})
-	}
-	if err != nil {
+	if err := l.add(id, &replyTo{direct: &direct{fd: ours}}); err != nil {
 		closeFD(ours)
 		closeFD(theirs)
 		return -1, fmt.Errorf("direct socket: %w", err)
 	}
 	return theirs, nil
+}
+
+// directPair returns the descriptors of both ends of a direct socket.
+func directPair() (ours, theirs int, err error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX,
+		unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return -1, -1, fmt.Errorf("direct socket: %w", err)
+	}
+	err = errors.Join(setSendBuffer(fds[0], directBuffer), setSendBuffer(fds[1], directBuffer))
+	if err != nil {
+		closeFD(fds[0])
+		closeFD(fds[1])
+		return -1, -1, fmt.Errorf("direct socket: %w", err)
+	}
+	return fds[0], fds[1], nil
 }
 
 // send sends one packet. It returns syscall.EAGAIN if the client does not read, and syscall.EPIPE

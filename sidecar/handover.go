@@ -234,6 +234,11 @@ func (d *Daemon) hold(ctx context.Context) error {
 func (d *Daemon) leave(h *ipc.Handover, log *zap.Logger) error {
 	began := time.Now()
 	ctx := context.Background()
+	// Sessions with other hosts end, because TLS connections cannot be handed over. Their
+	// schedulers connect to the other process.
+	if err := d.closeHosts(); err != nil {
+		log.Warn("ending the sessions with other hosts", zap.Error(err))
+	}
 	_ = d.handovers.Close() // the path is the other process's from now on
 	d.handovers = nil
 	// Nothing may change in the arena any more, except by lookups and loads.

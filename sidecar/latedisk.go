@@ -17,6 +17,7 @@ import (
 	"lookaside/connector"
 	"lookaside/sidecar/settings"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/slab"
 	"lookaside/tiers/vfs"
 )
@@ -30,9 +31,9 @@ const lateLast = time.Minute
 // openDisk opens a disk tier. Wrong settings are an error. A broken disk is not: the tier starts
 // with its other directories, or with none, and the missing ones are tried again, like a server
 // that cannot be reached.
-func openDisk(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
-	l := &lateDisk{c: c, log: log, down: map[string]error{}, clears: map[tiers.Fingerprint]bool{},
-		opened: make(chan struct{})}
+func openDisk(c *settings.TierConfig, who tenantry, log *zap.Logger) (tiers.Tier, error) {
+	l := &lateDisk{c: c, who: who, log: log, down: map[string]error{},
+		clears: map[tiers.Fingerprint]bool{}, opened: make(chan struct{})}
 	if err := l.open(); err != nil {
 		return nil, err
 	}
@@ -53,6 +54,7 @@ func openDisk(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
 // directory is open each call fails, so that the tier's breaker opens.
 type lateDisk struct {
 	c      *settings.TierConfig
+	who    tenantry
 	log    *zap.Logger
 	stop   context.CancelFunc
 	trying sync.WaitGroup
@@ -155,6 +157,7 @@ func (l *lateDisk) openIn(dirs []string) (*slab.Disk, error) {
 	return slab.Open(slab.Options{
 		Dirs: c.Paths, CapacityBytes: c.Capacity, SlabBytes: c.Slab, Policy: c.Eviction,
 		Workers: l.c.Workers, Direct: slab.Direct(c.Direct), Seed: connector.RandomID(), Log: l.log,
+		Tenants: l.who.registry, Shares: l.who.shares,
 	})
 }
 
@@ -270,6 +273,14 @@ func (l *lateDisk) Contains(ctx context.Context, run tiers.Run, held []uint16) e
 	}
 	clear(held)
 	return l.why()
+}
+
+// TenantStats appends what the disk counts for each tenant to out; nothing while it is not open.
+func (l *lateDisk) TenantStats(out []engine.TenantStats) []engine.TenantStats {
+	if d := l.tier(); d != nil {
+		return d.TenantStats(out)
+	}
+	return out
 }
 
 // Load implements tiers.Tier.

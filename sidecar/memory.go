@@ -12,6 +12,7 @@ import (
 	"lookaside/dax"
 	"lookaside/internal/bytesize"
 	"lookaside/ipc"
+	"lookaside/ipc/hosts"
 	"lookaside/ipc/wire"
 	"lookaside/sidecar/settings"
 )
@@ -62,6 +63,9 @@ func ownMemory(c *settings.Config) int64 {
 	own := int64(ownBytes) + int64(c.Sessions.Limit)*sessionBytes
 	if c.Events.Endpoint != "" {
 		own += ipc.EventBytes
+	}
+	if c.Hosts.Enabled() {
+		own += int64(c.Hosts.Connections) * hosts.Bytes
 	}
 	return max(own, dax.BudgetReserve)
 }

@@ -18,6 +18,7 @@ import (
 	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/ipc"
+	"lookaside/ipc/hosts"
 	"lookaside/sidecar/admin"
 	"lookaside/sidecar/arena"
 	"lookaside/sidecar/settings"
@@ -26,6 +27,7 @@ import (
 	"lookaside/tiers/daxtier"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
+	"lookaside/tiers/tenant"
 )
 
 // gcPercent is how far the Go heap may grow before a collection, unless GOGC is set. The heap is
@@ -56,11 +58,13 @@ type Daemon struct {
 	arena    arena.Arena
 	admin    *admin.Server
 	origin   Origin
-	events   *events    // nil: not published
-	peers    *peers     // nil: nothing is shared
-	onDAX    *arena.DAX // nil: the arena is not on DAX
+	events   *events      // nil: not published
+	peers    *peers       // nil: nothing is shared
+	hosts    *hosts.Hosts // nil: no session with another host
+	onDAX    *arena.DAX   // nil: the arena is not on DAX
 
 	operations *admin.Operations // what operators may do
+	tenants    *tenant.Registry
 
 	// Handing over to another process: see handover.go.
 	handovers      *ipc.HandoverListener
@@ -88,8 +92,6 @@ type Origin struct {
 	Inherited []int
 	// Takeover is what the sidecar before has handed over. Start owns it. Nil: nothing.
 	Takeover *Takeover
-	// Serving is called once clients can connect, before the arena's memory is there. May be nil.
-	Serving func()
 }
 
 // Start starts a sidecar: when it returns, clients can connect and the arena has its first memory.
@@ -146,6 +148,9 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 	if err != nil {
 		return nil, err
 	}
+	if err = d.openHosts(); err != nil {
+		return nil, err
+	}
 	if err = d.openAdmin(metrics); err != nil {
 		return nil, err
 	}
@@ -194,9 +199,6 @@ func (d *Daemon) serve() {
 	if err := d.origin.Manager.Ready(); err != nil {
 		d.log.Warn("the service manager does not learn that this sidecar serves", zap.Error(err))
 	}
-	if d.origin.Serving != nil {
-		d.origin.Serving()
-	}
 }
 
 // listenOptions returns the options of the session socket.
@@ -205,7 +207,11 @@ func listenOptions(cfg *settings.Config, log *zap.Logger) ipc.Options {
 	if cfg.Events.Endpoint != "" {
 		eventFDs = ipc.EventFDs
 	}
-	return ipc.Options{MaxSessions: cfg.Sessions.Limit, OtherFDs: eventFDs, Log: log}
+	hostFDs := 0
+	if cfg.Hosts.Enabled() {
+		hostFDs = cfg.Hosts.Connections * hosts.FDs
+	}
+	return ipc.Options{MaxSessions: cfg.Sessions.Limit, OtherFDs: eventFDs + hostFDs, Log: log}
 }
 
 // openMemory takes the endpoint and decides what the arena is made of. It also decides how much
@@ -251,7 +257,10 @@ func (d *Daemon) openMemory() (err error) {
 // openEngine opens the tiers and makes the engine of the arena's slots.
 func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 	cfg := &d.cfg
-	if d.tiers, err = openTiers(d.cfg, d.log); err != nil {
+	if d.tenants, err = tenant.New(cfg.Tenants.Registry()); err != nil {
+		return fmt.Errorf("tenants: %w", err)
+	}
+	if d.tiers, err = openTiers(d.cfg, d.tenants, d.log); err != nil {
 		return err
 	}
 	d.peers = newPeers(cfg, d.log.Named("peers"))
@@ -275,6 +284,10 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 		JournalBytes: cfg.Events.Journal,
 		ForeignSlots: foreign,
 		CopyAfter:    cfg.Peers.CopyAfter,
+		HintShare:    cfg.Hints.Share,
+		HintLimit:    cfg.Hints.RetainLimit,
+		Tenants:      d.tenants,
+		Shares:       cfg.Tenants.ArenaShares(),
 	})
 	d.onDAX, _ = d.arena.(*arena.DAX)
 	return err
@@ -296,6 +309,7 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 		Promote:        mode,
 		LookupDeadline: cfg.Lookup.Deadline,
 		Observe:        metrics.ObserveTier,
+		Tenants:        d.tenants,
 		Tiers:          d.tiers,
 		Linger:         cfg.Peers.Linger,
 		Verify:         d.arena.Verify,
@@ -316,6 +330,7 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 		LMCacheEngine: cfg.LMCache.EngineID,
 		ExtraFields:   lossyFields(cfg.Tiers),
 		ObserveLookup: metrics.ObserveLookup,
+		Tenants:       d.tenants,
 		OnHeld:        d.arena.Offer,
 		Preparing:     d.onDAX == nil && d.origin.Takeover == nil,
 	}
@@ -465,6 +480,7 @@ func (d *Daemon) close() error {
 		<-d.handoversEnded
 	}
 	d.wg.Wait()
+	errs = append(errs, d.closeHosts())
 	if d.server != nil {
 		d.server.Close()
 	}
@@ -509,8 +525,9 @@ func (d *Daemon) parts() admin.Parts {
 	p := admin.Parts{
 		Settings: &d.cfg, Version: Version, Commit: Revision(), Generation: d.generation,
 		Started: d.start, Background: d.background, ArenaReady: d.restored,
-		Engine: d.engine, Stack: d.stack, Server: d.server, Lookups: d.lookups,
-		Arena: d.arena, DAX: d.onDAX, Peers: d.peers, Log: d.log,
+		Engine: d.engine, Tenants: d.tenants, Stack: d.stack, Server: d.server,
+		Lookups: d.lookups, Arena: d.arena, DAX: d.onDAX, Peers: d.peers, Hosts: d.hosts,
+		Log: d.log,
 	}
 	for i, t := range d.tiers {
 		if pool, ok := t.Tier.(*daxtier.Pool); ok {

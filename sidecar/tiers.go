@@ -21,11 +21,13 @@ import (
 	"lookaside/tiers/daxtier"
 	"lookaside/tiers/remote"
 	"lookaside/tiers/stack"
+	"lookaside/tiers/tenant"
 	"lookaside/tiers/vfs"
 )
 
 // openTiers opens the tiers of the settings, nearest first. After an error none is open.
-func openTiers(cfg settings.Config, log *zap.Logger) (open []stack.TierConfig, err error) {
+func openTiers(cfg settings.Config, tenants *tenant.Registry,
+	log *zap.Logger) (open []stack.TierConfig, err error) {
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, closeTiers(open))
@@ -34,7 +36,7 @@ func openTiers(cfg settings.Config, log *zap.Logger) (open []stack.TierConfig, e
 	}()
 	for i := range cfg.Tiers {
 		c := &cfg.Tiers[i]
-		t, err := openTier(c, log.Named(c.Name))
+		t, err := openTier(c, tenantry{tenants, cfg.Tenants.TierShares()}, log.Named(c.Name))
 		if err != nil {
 			return open, fmt.Errorf("%s tier %q: %w", c.Kind, c.Name, err)
 		}
@@ -50,12 +52,20 @@ func openTiers(cfg settings.Config, log *zap.Logger) (open []stack.TierConfig, e
 	return open, nil
 }
 
-func openTier(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
+// tenantry is the tenants of a store, and how it is divided among them.
+type tenantry struct {
+	registry *tenant.Registry
+	shares   tenant.Shares
+}
+
+func openTier(c *settings.TierConfig, who tenantry, log *zap.Logger) (tiers.Tier, error) {
 	switch c.Kind {
 	case settings.TierDAX:
-		return daxTier(daxtier.Open(daxOptions(&c.DAX, log)))
+		o := daxOptions(&c.DAX, log)
+		o.Tenants, o.Shares = who.registry, who.shares
+		return daxTier(daxtier.Open(o))
 	case settings.TierDisk:
-		return openDisk(c, log)
+		return openDisk(c, who, log)
 	case settings.TierRedis:
 		return remoteTier(remote.OpenRedis(c.Redis))
 	default:

@@ -1,6 +1,10 @@
 package tiers
 
-import "context"
+import (
+	"context"
+
+	"lookaside/tiers/tenant"
+)
 
 // Space is what a tier needs to know of a space. It is immutable.
 type Space struct {
@@ -17,6 +21,9 @@ type Run struct {
 	First  int    // index of the first page; a multiple of PagesPerChunk
 	Prev   []byte // digest of the page before; empty if there is none or it is not known
 	Hashes []byte // digests of the pages, end to end
+	// Tenant is whose chunks they are in a tier that counts it. It matters to Store only; chunks of
+	// any tenant are found and loaded alike.
+	Tenant tenant.ID
 }
 
 // Pages returns the number of pages.
@@ -34,7 +41,7 @@ func (r Run) Chunk(i int) Run {
 	from := i * g.PagesPerChunk
 	to := min(from+g.PagesPerChunk, r.Pages())
 	c := Run{Space: r.Space, First: r.First + from, Prev: r.Prev,
-		Hashes: r.Hashes[from*g.DigestBytes : to*g.DigestBytes]}
+		Hashes: r.Hashes[from*g.DigestBytes : to*g.DigestBytes], Tenant: r.Tenant}
 	if i > 0 {
 		c.Prev = r.Hashes[(from-1)*g.DigestBytes : from*g.DigestBytes]
 	}

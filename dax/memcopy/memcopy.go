@@ -9,6 +9,10 @@
 // buffers for one DRAM page; four streams keep more of them busy. A non-temporal store also avoids
 // the read of a line that will be overwritten. The copied bytes are not in the cache afterwards.
 // That suits an arena, because the next reader is a device, a disk or another process.
+//
+// These figures are of x86-64 with AVX-512. Elsewhere Copy is Go's copy. On arm64 that moves pairs
+// of NEON registers, and cores there avoid the read of a line that is written as a whole; no other
+// kernel was measured on such a machine.
 package memcopy
 
 import "unsafe"

@@ -51,6 +51,41 @@ func TestSums(t *testing.T) {
 	}
 }
 
+// What one kind of machine writes, another one reads: the checksums are XXH3-64 on all of them.
+func TestSumsAreTheSameEverywhere(t *testing.T) {
+	src := aligned(t, 300_000)
+	for i := range src {
+		src[i] = byte(i * 7 >> 3)
+	}
+	for _, c := range []struct {
+		n           int
+		zero, other uint64
+	}{
+		{1, 0xc44bdff4074eecdb, 0x1a8613b0171e29d5},
+		{16, 0x932e4a396c52f79b, 0x2e07e5f739e17fe},
+		{128, 0x475a015d90fc4bf3, 0xd7ffac215ba6aaa8},
+		{240, 0x721ab1743ce54e6a, 0x8fc4a8e83ff9eaf8},
+		{241, 0xa37c87ed6e39ecc4, 0x530de8841c9226cb},
+		{1024, 0xc0f91a2524515597, 0xb05b7b378890a2c2},
+		{5000, 0x5f9ca8303a38a1bc, 0x50466ae8c0990dd0},
+		{65536, 0x7b23faf49ebee652, 0x777ebcc2ec20db23},
+		{300000, 0xe060734adbcad7fa, 0x6713da15081fea64},
+	} {
+		seeds, sums := []uint64{0, 0x4C6F6F6B61736964}, make([]uint64, 1)
+		for i, want := range []uint64{c.zero, c.other} {
+			Sums(src, c.n, seeds[i:i+1], sums, nil)
+			if sums[0] != want {
+				t.Errorf("%d bytes, seed %x: %x, want %x", c.n, seeds[i], sums[0], want)
+			}
+			dst := aligned(t, c.n)
+			CopySums(dst, src[:c.n], c.n, seeds[i:i+1], sums, nil)
+			if sums[0] != want || !bytes.Equal(dst, src[:c.n]) {
+				t.Errorf("%d bytes copied, seed %x: %x, want %x", c.n, seeds[i], sums[0], want)
+			}
+		}
+	}
+}
+
 func TestCopySums(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(1, 2))
 	const room = 6 << 20

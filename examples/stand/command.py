@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -91,23 +92,29 @@ def faster(slow_s: float, fast_s: float) -> str:
     return f"{slow_s / fast_s if fast_s else 0.0:.1f}x"
 
 
-def show(
-    run: Callable[[], None], keep: Path | None, result: Callable[[], dict[str, object]]
-) -> None:
-    """Runs, and writes the result to the file of --json, if there is one: what there is of it if
-    run fails.
-
-    Exits with 130 if it was told to stop, and with 1 and a line if it has failed.
-    """
+@contextlib.contextmanager
+def ended(name: str) -> Iterator[None]:
+    """Exits with 130 if what runs within it was told to stop, and with 1 and a line, which begins
+    with the name, if it has failed."""
     stop_on_signals()
     try:
-        run()
+        yield
     except KeyboardInterrupt:
         say("stopped; everything that was started is ended")
         sys.exit(130)
     except (RuntimeError, TimeoutError) as error:
-        say(f"demo: {error}")
+        say(f"{name}: {error}")
         sys.exit(1)
+
+
+def show(
+    run: Callable[[], None], keep: Path | None, result: Callable[[], dict[str, object]]
+) -> None:
+    """Runs, and writes the result to the file of --json, if there is one: what there is of it if
+    run fails. Exits as ``ended`` does."""
+    try:
+        with ended("demo"):
+            run()
     finally:
         if keep is not None:
             keep.write_text(json.dumps(result(), indent=2) + "\n")

@@ -24,7 +24,7 @@ VOCAB = 4096
 MAX_TOKENS = 16384
 SEED = 20240229
 
-ARCHITECTURES = ("llama", "mqa", "thin", "thin-mqa", "mla", "hybrid", "states")
+ARCHITECTURES = ("llama", "mqa", "thin", "thin-mqa", "mla", "hybrid", "states", "eagle")
 WINDOW = 300  # tokens that the hybrid's sliding layers attend to
 
 
@@ -65,8 +65,32 @@ def _make(architecture: str, out: Path) -> None:
     logging.disable_progress_bar()
     _tokenizer(out)
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(_config(architecture), dtype=torch.float32)
-    model.save_pretrained(out)
+    config = _config("thin" if architecture == "eagle" else architecture)
+    if architecture == "eagle":
+        config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if architecture == "eagle":
+        _save_eagle(model, out)
+    else:
+        model.save_pretrained(out)
+
+
+def _save_eagle(model: Any, out: Path) -> None:
+    """Save a Llama of one layer as an EAGLE head for thin and hybrid, which lends it the rest."""
+    import torch
+    from safetensors.torch import save_file
+
+    layer = "model.layers.0."
+    weights = {
+        name.removeprefix("model."): value.contiguous()
+        for name, value in model.state_dict().items()
+        if name.startswith(layer) and "input_layernorm" not in name
+    }
+    hidden = model.config.hidden_size
+    weights["fc.weight"] = torch.randn(hidden, 2 * hidden) * model.config.initializer_range
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(out)
 
 
 def _config(architecture: str):

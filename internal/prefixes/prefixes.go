@@ -164,7 +164,8 @@ func (p *Prefix) find() (pages int, took time.Duration, err error) {
 	}
 	p.lookup++
 	m := wire.Lookup{Session: p.scheduler.Welcome.Session, Secret: p.scheduler.Welcome.Secret,
-		Lookup: p.lookup, Hashes: p.hashes, DeadlineMs: uint32(Patience.Milliseconds())}
+		Lookup: p.lookup, Hashes: p.hashes, DeadlineMs: uint32(Patience.Milliseconds()),
+		Tenant: wire.Label(p.worker.shape.Tenant)}
 	start := time.Now()
 	r, err := p.lookups.Lookup(&m, Patience+10*time.Second)
 	return int(r.HitPages), time.Since(start), err

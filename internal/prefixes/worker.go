@@ -18,6 +18,8 @@ type Shape struct {
 	PagesPerChunk int
 	// Direct has schedulers use direct sockets, as vLLM's do, instead of ZMQ.
 	Direct bool
+	// Tenant is the name that requests carry. Default: none.
+	Tenant string
 }
 
 // EngineID is the engine that every worker and scheduler of this package belongs to.
@@ -237,7 +239,8 @@ func (w *Worker) Store(hashes []byte, fill func(page int, p []byte)) error {
 	for from := 0; from < pages; from += step {
 		to := min(from+step, pages)
 		m := wire.PrepareStore{ID: w.session.NextID(), FirstPage: uint32(from),
-			Hashes: hashes[DigestBytes*from : DigestBytes*to]}
+			Hashes: hashes[DigestBytes*from : DigestBytes*to],
+			Tenant: wire.Label(w.shape.Tenant)}
 		if from > 0 {
 			m.Prev = hashes[DigestBytes*(from-1) : DigestBytes*from]
 		}

@@ -124,7 +124,7 @@ func (s *store) request(blocks []uint32) (hits int) {
 		}
 		*s.slot(slot) = resident{block: b, leased: true}
 		s.at[b] = slot
-		s.p.Enter(slot, key(b), parent)
+		s.p.Enter(slot, key(b), parent, 0)
 		held++
 	}
 	for i := held - 1; i >= 0; i-- {
@@ -149,7 +149,7 @@ func (s *store) room() (slot uint32, ok bool) {
 		s.free = s.free[:n-1]
 		return slot, true
 	}
-	slot, ok = s.p.Victim()
+	slot, ok = s.p.Victim(0)
 	if !ok {
 		return 0, false
 	}

@@ -38,6 +38,7 @@ type Session struct {
 	Claim   *os.File // a worker's claim
 	Direct  *os.File // the direct socket, if the Hello asked for one
 	Notices []string // the texts of the sidecar's notices, oldest first
+	Epochs  []string // the names that it has given to the weights, oldest first
 	Ready   bool     // a worker was sent all regions that the sidecar begins with
 
 	buf []byte
@@ -46,9 +47,11 @@ type Session struct {
 }
 
 // Connect connects to the session socket in dir and sends nothing. Hello must follow.
-func Connect(dir string) (*Session, error) {
+func Connect(dir string) (*Session, error) { return connect(dir, "session.sock") }
+
+func connect(dir, socket string) (*Session, error) {
 	conn, err := net.DialUnix("unixpacket", nil,
-		&net.UnixAddr{Name: filepath.Join(dir, "session.sock"), Net: "unixpacket"})
+		&net.UnixAddr{Name: filepath.Join(dir, socket), Net: "unixpacket"})
 	if err != nil {
 		return nil, fmt.Errorf("no sidecar answers at %s: %w", dir, err)
 	}
@@ -68,6 +71,22 @@ func Dial(dir string, hello *wire.Hello, timeout time.Duration, held ...int) (*S
 		return nil, err
 	}
 	if err := s.Hello(hello, timeout, held...); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// Reach opens a scheduler's session with the sidecar of another host, through the sidecar in dir.
+func Reach(dir, address string, hello *wire.Hello, timeout time.Duration) (*Session, error) {
+	s, err := connect(dir, "hosts.sock")
+	if err != nil {
+		return nil, err
+	}
+	if err = s.Send(&wire.Reach{Address: address}); err == nil {
+		err = s.Hello(hello, timeout)
+	}
+	if err != nil {
 		s.Close()
 		return nil, err
 	}
@@ -146,8 +165,8 @@ func (s *Session) SendRaw(b []byte) error {
 }
 
 // Recv waits for the next packet and returns it with the files that came with it. The bytes are
-// valid until the next call. The caller owns the files. A Notice, a RegionsReady and a Moved are
-// noted in the session, and not returned.
+// valid until the next call. The caller owns the files. A Notice, a NameWeights, a RegionsReady and
+// a Moved are noted in the session, and not returned.
 func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 	if err := s.conn.SetReadDeadline(time.Now().Add(timeout)); err != nil {
 		return nil, nil, err
@@ -163,11 +182,14 @@ func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 // note reports whether a packet needs no caller, and if so notes what it says.
 func (s *Session) note(b []byte, files []*os.File) bool {
 	var notice wire.Notice
+	var named wire.NameWeights
 	var ready wire.RegionsReady
 	var moved wire.Moved
 	switch {
 	case notice.Decode(b, &wire.DefaultLimits) == nil:
 		s.Notices = append(s.Notices, notice.Text)
+	case named.Decode(b, &wire.DefaultLimits) == nil:
+		s.Epochs = append(s.Epochs, named.Epoch)
 	case ready.Decode(b, &wire.DefaultLimits) == nil:
 		s.Ready = true
 	case moved.Decode(b, &wire.DefaultLimits) == nil && len(files) == 1:

@@ -42,9 +42,6 @@ func Decode(b []byte, f func(c *Coder)) error {
 	return c.err
 }
 
-// Decoding reports whether the fields are decoded.
-func (c *Coder) Decoding() bool { return c.decoding }
-
 // Fail makes the decoding fail, unless it has failed already.
 func (c *Coder) Fail(format string, args ...any) {
 	if c.err == nil {
@@ -52,9 +49,6 @@ func (c *Coder) Fail(format string, args ...any) {
 		c.buf = nil
 	}
 }
-
-// Err returns why the decoding has failed, or nil.
-func (c *Coder) Err() error { return c.err }
 
 // Uint64 is a number.
 func (c *Coder) Uint64(v *uint64) {

@@ -323,7 +323,7 @@ func appendBin[B []byte | string](dst []byte, b B) []byte {
 	return append(dst, b...)
 }
 
-func appendStr[S []byte | string](dst []byte, s S) []byte {
+func appendStr[S ~[]byte | string](dst []byte, s S) []byte {
 	switch n := len(s); {
 	case n <= 0x1f:
 		dst = append(dst, 0xa0|byte(n))

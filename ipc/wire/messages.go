@@ -11,6 +11,10 @@ const (
 // Field is one named property of a space.
 type Field struct{ Key, Value string }
 
+// Label is a short name that a message carries as a string. It aliases the input, so that a message
+// is decoded without allocating.
+type Label []byte
+
 // Hello opens a session. A worker declares its space. A scheduler may leave PageBytes 0 and give
 // fewer fields, but those that it gives must equal its worker's.
 type Hello struct {
@@ -115,6 +119,8 @@ const (
 	RefuseDraining     = "draining"     // the sidecar is shutting down
 	RefuseLimit        = "limit"        // a configured limit is exceeded
 	RefuseMalformed    = "malformed"    // the Hello could not be decoded
+	RefuseUnreachable  = "unreachable"  // a sidecar of another host cannot be reached: try again
+	RefuseDenied       = "denied"       // a sidecar of another host does not trust this one
 )
 
 // Refuse refuses a session. The sidecar closes the socket after it. Texts are cut to their limit
@@ -149,6 +155,31 @@ type PrepareStore struct {
 	Hashes    []byte // packed page hashes, at least one byte; aliases the input
 	Every     uint32 // written as 1, all chunks, when 0
 	Which     uint32 // below Every
+	Tenant    Label  // whose pages they are, at most MaxTenantBytes; empty: nobody's
+	Hints
+}
+
+// Hints say how pages that are being stored should be treated. All of it is advisory, and the zero
+// value asks for nothing.
+type Hints struct {
+	// Priority orders evictions: 1 goes first, MaxPriority last. 0 means DefaultPriority.
+	Priority uint8
+	RetainMs uint32 // how long the pages are kept before others, ms; 0: not
+	PinMs    uint32 // how long the pages may not be evicted at all, ms; 0: not
+	FromUse  uint8  // the pages are stored from this use on; 0 and 1: from the first
+}
+
+// Priorities of Hints and Advise.
+const (
+	DefaultPriority = 50
+	MaxPriority     = 100
+)
+
+func (m *Hints) fields(v *visitor) {
+	v.u8("priority", &m.Priority, MaxPriority)
+	v.u32("retain_ms", &m.RetainMs)
+	v.u32("pin_ms", &m.PinMs)
+	v.u8("from_use", &m.FromUse, math.MaxUint8)
 }
 
 func (m *PrepareStore) fields(v *visitor) *visitor {
@@ -159,6 +190,8 @@ func (m *PrepareStore) fields(v *visitor) *visitor {
 	v.atLeastOne("every", &m.Every)
 	v.u32("which", &m.Which)
 	v.check(m.Which < m.Every, "which", "not below every")
+	v.tenant(&m.Tenant)
+	m.Hints.fields(v)
 	return v
 }
 
@@ -464,6 +497,21 @@ func (m *Notice) fields(v *visitor) *visitor {
 	return v
 }
 
+// MaxEpochBytes is the longest name of an epoch of weights.
+const MaxEpochBytes = 256
+
+// NameWeights tells a scheduler what the weights of its engine are called: those that it has, or is
+// about to have. The client then goes on in the space whose field weights_epoch has that name; ""
+// stands for the space without the field. It may come at any time after the handshake. There is no
+// reply.
+type NameWeights struct{ Epoch string }
+
+func (m *NameWeights) fields(v *visitor) *visitor {
+	v.begin(TypeNameWeights)
+	v.str("epoch", &m.Epoch, MaxEpochBytes)
+	return v
+}
+
 // Codes of an Error.
 const (
 	CodeNotFound     = "not_found"    // no such lookup, store or load, or its lease has ended
@@ -507,6 +555,7 @@ type Lookup struct {
 	// means no deadline.
 	DeadlineMs  uint32
 	RecomputeUs uint32 // what computing one page anew takes, µs, 0 when it is not known
+	Tenant      Label  // who asks, at most MaxTenantBytes; empty: nobody
 }
 
 func (m *Lookup) fields(v *visitor) *visitor {
@@ -517,6 +566,7 @@ func (m *Lookup) fields(v *visitor) *visitor {
 	v.pages(&m.FirstPage, &m.Prev, &m.Hashes)
 	v.u32("deadline_ms", &m.DeadlineMs)
 	v.u32("recompute_us", &m.RecomputeUs)
+	v.tenant(&m.Tenant)
 	return v
 }
 
@@ -584,5 +634,46 @@ func (m *Cancel) fields(v *visitor) *visitor {
 	v.id("session", &m.Session)
 	v.exactly("secret", &m.Secret, SecretBytes)
 	v.u64("lookup", &m.Lookup)
+	return v
+}
+
+// Action is what an Advise asks for.
+type Action uint8
+
+// The actions of an Advise.
+const (
+	AdviseRetain   Action = 1 // keep before others, for Ms; 0 ends it
+	AdvisePin      Action = 2 // do not evict, for Ms; 0 ends it
+	AdvisePrefetch Action = 3 // bring up from the tiers below the arena
+	AdviseDemote   Action = 4 // write to the tiers below the arena, then evict before others
+)
+
+// Advise says how pages of a prefix that are held should be treated. It is advisory: the sidecar
+// counts what became of it, and there is no reply.
+type Advise struct {
+	Session   uint64 // the asking scheduler's session
+	Secret    []byte // that session's; aliases the input
+	FirstPage uint32 // index of the first page in its prefix
+	// Prev is the hash of the page before. It is empty when FirstPage is 0 or the hash is not
+	// known. It aliases the input.
+	Prev   []byte
+	Hashes []byte // packed page hashes, at least one byte; aliases the input
+	Action Action
+	Ms     uint32 // a duration from now, ms
+	// Priority orders evictions among retained pages, as in Hints.
+	Priority uint8
+	Tenant   Label // who advises, at most MaxTenantBytes; empty: nobody
+}
+
+func (m *Advise) fields(v *visitor) *visitor {
+	v.begin(TypeAdvise)
+	v.id("session", &m.Session)
+	v.exactly("secret", &m.Secret, SecretBytes)
+	v.pages(&m.FirstPage, &m.Prev, &m.Hashes)
+	v.u8("action", (*uint8)(&m.Action), uint8(AdviseDemote))
+	v.check(m.Action != 0, "action", "zero")
+	v.u32("ms", &m.Ms)
+	v.u8("priority", &m.Priority, MaxPriority)
+	v.tenant(&m.Tenant)
 	return v
 }

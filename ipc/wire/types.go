@@ -16,8 +16,9 @@ type Message interface {
 // Type is the first element of a message.
 type Type uint8
 
-// The types: below 60 on the session socket, from 60 on the lookup sockets, from 70 between
-// sidecars. Sidecars also send each other RegionAdded, RegionRemoved, RegionUnmapped and Refuse.
+// The types: below 60 on the session socket, from 60 on the lookup sockets, from 70 between the
+// sidecars of a host, from 80 for sessions with a sidecar of another host. Sidecars also send each
+// other RegionAdded, RegionRemoved, RegionUnmapped and Refuse.
 const (
 	TypeHello          Type = 1
 	TypeWelcome        Type = 2
@@ -43,12 +44,14 @@ const (
 	TypeNotice         Type = 44
 	TypeRegionsReady   Type = 45
 	TypeMoved          Type = 46
+	TypeNameWeights    Type = 47
 	TypeError          Type = 50
 	TypeLookup         Type = 60
 	TypeLookupResult   Type = 61
 	TypeTrim           Type = 62
 	TypeCancel         Type = 63
 	TypeLookupPending  Type = 64
+	TypeAdvise         Type = 65
 
 	TypePeerHello   Type = 70
 	TypePeerWelcome Type = 71
@@ -57,6 +60,11 @@ const (
 	TypePeerLease   Type = 74
 	TypePeerGrant   Type = 75
 	TypePeerRelease Type = 76
+
+	TypeReach          Type = 80
+	TypeHostsChallenge Type = 81
+	TypeHostsProof     Type = 82
+	TypeHostsAccept    Type = 83
 )
 
 // kinds has the name of each type, which is its struct's name, and makes an empty message of it.
@@ -88,12 +96,14 @@ var kinds = map[Type]struct {
 	TypeNotice:         {"Notice", empty[Notice]},
 	TypeRegionsReady:   {"RegionsReady", empty[RegionsReady]},
 	TypeMoved:          {"Moved", empty[Moved]},
+	TypeNameWeights:    {"NameWeights", empty[NameWeights]},
 	TypeError:          {"Error", empty[Error]},
 	TypeLookup:         {"Lookup", empty[Lookup]},
 	TypeLookupResult:   {"LookupResult", empty[LookupResult]},
 	TypeTrim:           {"Trim", empty[Trim]},
 	TypeCancel:         {"Cancel", empty[Cancel]},
 	TypeLookupPending:  {"LookupPending", empty[LookupPending]},
+	TypeAdvise:         {"Advise", empty[Advise]},
 	TypePeerHello:      {"PeerHello", empty[PeerHello]},
 	TypePeerWelcome:    {"PeerWelcome", empty[PeerWelcome]},
 	TypePeerSpace:      {"PeerSpace", empty[PeerSpace]},
@@ -101,6 +111,10 @@ var kinds = map[Type]struct {
 	TypePeerLease:      {"PeerLease", empty[PeerLease]},
 	TypePeerGrant:      {"PeerGrant", empty[PeerGrant]},
 	TypePeerRelease:    {"PeerRelease", empty[PeerRelease]},
+	TypeReach:          {"Reach", empty[Reach]},
+	TypeHostsChallenge: {"HostsChallenge", empty[HostsChallenge]},
+	TypeHostsProof:     {"HostsProof", empty[HostsProof]},
+	TypeHostsAccept:    {"HostsAccept", empty[HostsAccept]},
 }
 
 func empty[M any, P interface {
@@ -154,12 +168,14 @@ func (*RegionMapped) Type() Type   { return TypeRegionMapped }
 func (*Notice) Type() Type         { return TypeNotice }
 func (*RegionsReady) Type() Type   { return TypeRegionsReady }
 func (*Moved) Type() Type          { return TypeMoved }
+func (*NameWeights) Type() Type    { return TypeNameWeights }
 func (*Error) Type() Type          { return TypeError }
 func (*Lookup) Type() Type         { return TypeLookup }
 func (*LookupResult) Type() Type   { return TypeLookupResult }
 func (*Trim) Type() Type           { return TypeTrim }
 func (*Cancel) Type() Type         { return TypeCancel }
 func (*LookupPending) Type() Type  { return TypeLookupPending }
+func (*Advise) Type() Type         { return TypeAdvise }
 func (*PeerHello) Type() Type      { return TypePeerHello }
 func (*PeerWelcome) Type() Type    { return TypePeerWelcome }
 func (*PeerSpace) Type() Type      { return TypePeerSpace }
@@ -167,6 +183,10 @@ func (*PeerPages) Type() Type      { return TypePeerPages }
 func (*PeerLease) Type() Type      { return TypePeerLease }
 func (*PeerGrant) Type() Type      { return TypePeerGrant }
 func (*PeerRelease) Type() Type    { return TypePeerRelease }
+func (*Reach) Type() Type          { return TypeReach }
+func (*HostsChallenge) Type() Type { return TypeHostsChallenge }
+func (*HostsProof) Type() Type     { return TypeHostsProof }
+func (*HostsAccept) Type() Type    { return TypeHostsAccept }
 
 func (m *Hello) Append(dst []byte) []byte          { return m.fields(write(dst)).bytes() }
 func (m *Welcome) Append(dst []byte) []byte        { return m.fields(write(dst)).bytes() }
@@ -192,12 +212,14 @@ func (m *RegionMapped) Append(dst []byte) []byte   { return m.fields(write(dst))
 func (m *Notice) Append(dst []byte) []byte         { return m.fields(write(dst)).bytes() }
 func (m *RegionsReady) Append(dst []byte) []byte   { return m.fields(write(dst)).bytes() }
 func (m *Moved) Append(dst []byte) []byte          { return m.fields(write(dst)).bytes() }
+func (m *NameWeights) Append(dst []byte) []byte    { return m.fields(write(dst)).bytes() }
 func (m *Error) Append(dst []byte) []byte          { return m.fields(write(dst)).bytes() }
 func (m *Lookup) Append(dst []byte) []byte         { return m.fields(write(dst)).bytes() }
 func (m *LookupResult) Append(dst []byte) []byte   { return m.fields(write(dst)).bytes() }
 func (m *Trim) Append(dst []byte) []byte           { return m.fields(write(dst)).bytes() }
 func (m *Cancel) Append(dst []byte) []byte         { return m.fields(write(dst)).bytes() }
 func (m *LookupPending) Append(dst []byte) []byte  { return m.fields(write(dst)).bytes() }
+func (m *Advise) Append(dst []byte) []byte         { return m.fields(write(dst)).bytes() }
 func (m *PeerHello) Append(dst []byte) []byte      { return m.fields(write(dst)).bytes() }
 func (m *PeerWelcome) Append(dst []byte) []byte    { return m.fields(write(dst)).bytes() }
 func (m *PeerSpace) Append(dst []byte) []byte      { return m.fields(write(dst)).bytes() }
@@ -205,6 +227,10 @@ func (m *PeerPages) Append(dst []byte) []byte      { return m.fields(write(dst))
 func (m *PeerLease) Append(dst []byte) []byte      { return m.fields(write(dst)).bytes() }
 func (m *PeerGrant) Append(dst []byte) []byte      { return m.fields(write(dst)).bytes() }
 func (m *PeerRelease) Append(dst []byte) []byte    { return m.fields(write(dst)).bytes() }
+func (m *Reach) Append(dst []byte) []byte          { return m.fields(write(dst)).bytes() }
+func (m *HostsChallenge) Append(dst []byte) []byte { return m.fields(write(dst)).bytes() }
+func (m *HostsProof) Append(dst []byte) []byte     { return m.fields(write(dst)).bytes() }
+func (m *HostsAccept) Append(dst []byte) []byte    { return m.fields(write(dst)).bytes() }
 
 func (m *Hello) Decode(b []byte, l *Limits) error          { return m.fields(read(b, l)).done() }
 func (m *Welcome) Decode(b []byte, l *Limits) error        { return m.fields(read(b, l)).done() }
@@ -230,12 +256,14 @@ func (m *RegionMapped) Decode(b []byte, l *Limits) error   { return m.fields(rea
 func (m *Notice) Decode(b []byte, l *Limits) error         { return m.fields(read(b, l)).done() }
 func (m *RegionsReady) Decode(b []byte, l *Limits) error   { return m.fields(read(b, l)).done() }
 func (m *Moved) Decode(b []byte, l *Limits) error          { return m.fields(read(b, l)).done() }
+func (m *NameWeights) Decode(b []byte, l *Limits) error    { return m.fields(read(b, l)).done() }
 func (m *Error) Decode(b []byte, l *Limits) error          { return m.fields(read(b, l)).done() }
 func (m *Lookup) Decode(b []byte, l *Limits) error         { return m.fields(read(b, l)).done() }
 func (m *LookupResult) Decode(b []byte, l *Limits) error   { return m.fields(read(b, l)).done() }
 func (m *Trim) Decode(b []byte, l *Limits) error           { return m.fields(read(b, l)).done() }
 func (m *Cancel) Decode(b []byte, l *Limits) error         { return m.fields(read(b, l)).done() }
 func (m *LookupPending) Decode(b []byte, l *Limits) error  { return m.fields(read(b, l)).done() }
+func (m *Advise) Decode(b []byte, l *Limits) error         { return m.fields(read(b, l)).done() }
 func (m *PeerHello) Decode(b []byte, l *Limits) error      { return m.fields(read(b, l)).done() }
 func (m *PeerWelcome) Decode(b []byte, l *Limits) error    { return m.fields(read(b, l)).done() }
 func (m *PeerSpace) Decode(b []byte, l *Limits) error      { return m.fields(read(b, l)).done() }
@@ -243,3 +271,7 @@ func (m *PeerPages) Decode(b []byte, l *Limits) error      { return m.fields(rea
 func (m *PeerLease) Decode(b []byte, l *Limits) error      { return m.fields(read(b, l)).done() }
 func (m *PeerGrant) Decode(b []byte, l *Limits) error      { return m.fields(read(b, l)).done() }
 func (m *PeerRelease) Decode(b []byte, l *Limits) error    { return m.fields(read(b, l)).done() }
+func (m *Reach) Decode(b []byte, l *Limits) error          { return m.fields(read(b, l)).done() }
+func (m *HostsChallenge) Decode(b []byte, l *Limits) error { return m.fields(read(b, l)).done() }
+func (m *HostsProof) Decode(b []byte, l *Limits) error     { return m.fields(read(b, l)).done() }
+func (m *HostsAccept) Decode(b []byte, l *Limits) error    { return m.fields(read(b, l)).done() }

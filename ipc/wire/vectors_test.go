@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"flag"
 	"fmt"
+	"maps"
 	"math"
 	"os"
 	"reflect"
@@ -21,13 +22,14 @@ const (
 	vectorsFile = "testdata/vectors.json"
 	lmcacheFile = "testdata/lmcache.json"
 	peersFile   = "testdata/peers.json" // which only sidecars read
+	hostsFile   = "testdata/hosts.json" // likewise
 )
 
 // A vector is a golden message, or bytes that must be refused.
 type vector struct {
 	Name string `json:"name"`
 	Type string `json:"type"` // the message decoded as
-	// who receives it: "sidecar", "client", "lender" or "borrower"
+	// who receives it: "sidecar", "client", "lender", "borrower", "caller" or "answerer"
 	To      string         `json:"to"`
 	Message map[string]any `json:"message,omitempty"` // the fields; bytes in hex
 	Hex     string         `json:"hex"`
@@ -41,7 +43,8 @@ type vector struct {
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
 	TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true,
-	TypeNotice: true, TypeRegionsReady: true, TypeMoved: true, TypeError: true,
+	TypeNotice: true, TypeRegionsReady: true, TypeMoved: true, TypeNameWeights: true,
+	TypeError:        true,
 	TypeLookupResult: true, TypeLookupPending: true,
 }
 
@@ -51,6 +54,10 @@ func receiver(t Type) string {
 		return "lender"
 	case TypePeerWelcome, TypePeerSpace, TypePeerPages, TypePeerGrant:
 		return "borrower"
+	case TypeHostsChallenge, TypeHostsAccept:
+		return "caller"
+	case TypeHostsProof:
+		return "answerer"
 	}
 	if toClient[t] {
 		return "client"
@@ -115,6 +122,14 @@ func goodMessages() []named {
 			Prev: digests(1, 16), Hashes: digests(20, 16), Every: 4, Which: 3}},
 		{"prepare store of what is rarely anybody's", &PrepareStore{ID: 4, Prev: []byte{},
 			Hashes: digests(1, 32), Every: math.MaxUint32, Which: math.MaxUint32 - 1}},
+		{"prepare store of a tenant, with hints", &PrepareStore{ID: 5, Prev: []byte{},
+			Hashes: digests(2, 32), Every: 1, Tenant: Label("größer/モデル"),
+			Hints: Hints{Priority: 80, RetainMs: 3_600_000, PinMs: 60_000, FromUse: 2}}},
+		{"prepare store with all that hints may say", &PrepareStore{ID: 6, Prev: []byte{},
+			Hashes: digests(1, 32), Every: 1,
+			Tenant: Label(strings.Repeat("t", MaxTenantBytes)),
+			Hints: Hints{Priority: MaxPriority, RetainMs: math.MaxUint32, PinMs: math.MaxUint32,
+				FromUse: math.MaxUint8}}},
 		{"store grant", &StoreGrant{ID: 1, Store: 7, Held: 2, Grants: []Extent{{2, 14, 0, 0},
 			{16, 16, 1, 1 << 40}}}},
 		{"store grant nothing", &StoreGrant{ID: 2, Held: 65536, Shed: 300}},
@@ -157,6 +172,8 @@ func goodMessages() []named {
 		{"moved", &Moved{Generation: 1<<62 - 1, LookupEndpoint: "ipc:///run/l/lookup.sock",
 			ReplyEndpoint: "ipc:///run/l/reply.sock"}},
 		{"moved worker", &Moved{Generation: 1}},
+		{"weights named", &NameWeights{Epoch: "step 17, größer"}},
+		{"weights without a name", &NameWeights{}},
 		{"notice", &Notice{Text: "the seed of the hashes differs"}},
 		{"error", &Error{ID: 4, Code: CodeNotFound, Message: "no such load"}},
 		{"lookup", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 7,
@@ -168,6 +185,11 @@ func goodMessages() []named {
 		{"lookup from a later page, the one before not known",
 			&Lookup{Session: 5, Secret: digests(1, 16), Lookup: 7, FirstPage: 16, Prev: []byte{},
 				Hashes: digests(2, 16)}},
+		{"lookup of a tenant", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 8,
+			Prev: []byte{}, Hashes: digests(1, 32), Tenant: Label("größer/モデル")}},
+		{"lookup of the longest tenant", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 9,
+			Prev: []byte{}, Hashes: digests(1, 32),
+			Tenant: Label(strings.Repeat("t", MaxTenantBytes))}},
 		{"lookup result", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64}},
 		{"lookup result in memory", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64,
 			InMemory: true}},
@@ -177,6 +199,16 @@ func goodMessages() []named {
 		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32,
 			EtaMs: math.MaxUint32}},
 		{"trim", &Trim{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 32}},
+		{"advise retain", &Advise{Session: 5, Secret: digests(1, 16), Prev: []byte{},
+			Hashes: digests(4, 32), Action: AdviseRetain, Ms: 60_000, Priority: 90,
+			Tenant: Label("a")}},
+		{"advise pin", &Advise{Session: big, Secret: digests(1, 16), FirstPage: 16,
+			Prev: digests(1, 32), Hashes: digests(4, 32), Action: AdvisePin, Ms: math.MaxUint32,
+			Tenant: Label(strings.Repeat("t", MaxTenantBytes))}},
+		{"advise prefetch", &Advise{Session: 5, Secret: digests(1, 16), FirstPage: 7,
+			Prev: []byte{}, Hashes: digests(1, 8), Action: AdvisePrefetch}},
+		{"advise demote", &Advise{Session: 5, Secret: digests(1, 16), Prev: []byte{},
+			Hashes: digests(300, 32), Action: AdviseDemote, Priority: MaxPriority}},
 		{"cancel", &Cancel{Session: 5, Secret: digests(1, 16), Lookup: 6}},
 
 		{"peer hello", &PeerHello{Version: Version, Generation: 0xfeedfacecafebeef}},
@@ -203,6 +235,15 @@ func goodMessages() []named {
 		{"peer release", &PeerRelease{Load: big, Extents: []uint32{0, 1, 300}, Bad: true}},
 		{"peer release all", &PeerRelease{Load: 1}},
 		{"peer release everything", &PeerRelease{}},
+		{"reach", &Reach{Version: Version, Address: "10.0.0.2:7411"}},
+		{"reach by name", &Reach{Version: Version, Address: "[fe80::1%größe]:1"}},
+		{"hosts challenge", &HostsChallenge{Version: Version, Nonce: digests(1, 32), Token: true}},
+		{"hosts challenge without a token", &HostsChallenge{Version: Version,
+			Nonce: digests(1, 32)}},
+		{"hosts proof", &HostsProof{Nonce: digests(2, 16), Token: true, Proof: digests(1, 32)}},
+		{"hosts proof without a token", &HostsProof{Nonce: digests(2, 16),
+			Proof: make([]byte, 32)}},
+		{"hosts accept", &HostsAccept{Proof: digests(1, 32)}},
 	}
 }
 
@@ -227,7 +268,7 @@ func manyExtents(n int) []Extent {
 func badMessages() []vector {
 	var out []vector
 	add := func(t Type, why, h string) {
-		h = strings.ReplaceAll(h, " ", "")
+		h = strings.ReplaceAll(strings.ReplaceAll(h, " ", ""), "@@", fmt.Sprintf("%02x", Version))
 		out = append(out, vector{
 			Name: "refuse " + t.String() + ": " + why, Type: t.String(), To: receiver(t), Hex: h,
 			Why: why,
@@ -247,7 +288,7 @@ func badMessages() []vector {
 		longer  string
 		shorter string
 	}{
-		{TypeLookup, "3c 05" + secret + "06 07 c400 c401aa 14 00", "99", "9a", "98"},
+		{TypeLookup, "3c 05" + secret + "06 07 c400 c401aa 14 00 a0", "9a", "9b", "99"},
 		// One field too many by itself.
 		{TypeLookupResult, "3d 06 04 18 40 00", "95", "96", "94"},
 	} {
@@ -271,69 +312,75 @@ func badMessages() []vector {
 		add(t.t, "the unused byte", "c1")
 	}
 
-	lookup := "99 3c 05" + secret + "06 07 c400"
-	add(TypeLookup, "trailing bytes", lookup+"c401aa 14 00 00")
+	lookup := "9a 3c 05" + secret + "06 07 c400"
+	add(TypeLookup, "trailing bytes", lookup+"c401aa 14 00 a0 00")
 	add(TypeLookup, "another message", "94 3d 06 04 40")
-	add(TypeLookup, "zero session", "99 3c 00"+secret+"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "negative session", "99 3c ff"+secret+"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "session as a float", "99 3c cb4014000000000000"+secret+
-		"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "session as a boolean", "99 3c c3"+secret+"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "session as nil", "99 3c c0"+secret+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "zero session", "9a 3c 00"+secret+"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "negative session", "9a 3c ff"+secret+"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "session as a float", "9a 3c cb4014000000000000"+secret+
+		"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "session as a boolean", "9a 3c c3"+secret+"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "session as nil", "9a 3c c0"+secret+"06 07 c400 c401aa 14 00 a0")
 	add(TypeLookup, "first page above 32 bits",
-		"99 3c 05"+secret+"06 cf0000000100000000 c400 c401aa 14 00")
-	add(TypeLookup, "first page wraps", "99 3c 05"+secret+"06 ceffffffff c400 c401aa 14 00")
-	add(TypeLookup, "hashes as a string", lookup+"a1 61 14 00")
-	add(TypeLookup, "hashes as a list", lookup+"91 01 14 00")
-	add(TypeLookup, "hashes empty", lookup+"c400 14 00")
-	add(TypeLookup, "hashes declare 4 GiB", lookup+"c6 ffffffff aa 14 00")
-	add(TypeLookup, "hashes declare 1 byte too many", lookup+"c4 04 aa 14 00")
+		"9a 3c 05"+secret+"06 cf0000000100000000 c400 c401aa 14 00 a0")
+	add(TypeLookup, "first page wraps", "9a 3c 05"+secret+"06 ceffffffff c400 c401aa 14 00 a0")
+	add(TypeLookup, "hashes as a string", lookup+"a1 61 14 00 a0")
+	add(TypeLookup, "hashes as a list", lookup+"91 01 14 00 a0")
+	add(TypeLookup, "hashes empty", lookup+"c400 14 00 a0")
+	add(TypeLookup, "hashes declare 4 GiB", lookup+"c6 ffffffff aa 14 00 a0")
+	add(TypeLookup, "hashes declare 1 byte too many", lookup+"c4 04 aa 14 00 a0")
 	add(TypeLookup, "cut in a length", lookup+"c6 0000")
 	add(TypeLookup, "the body of version 7", "98 3c 05 06 07 c400 c401aa 14 00")
-	add(TypeLookup, "a short secret", "99 3c 05 c40f"+rep("5e", 15)+"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "a long secret", "99 3c 05 c411"+rep("5e", 17)+"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "an empty secret", "99 3c 05 c400 06 07 c400 c401aa 14 00")
-	add(TypeLookup, "secret as a string", "99 3c 05 b0"+rep("5e", 16)+"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "secret declares 4 GiB", "99 3c 05 c6 ffffffff aa")
-	add(TypeLookup, "negative deadline", lookup+"c401aa d0ff 00")
-	add(TypeLookup, "deadline above 32 bits", lookup+"c401aa cf0000000100000000 00")
-	add(TypeLookup, "negative recompute time", lookup+"c401aa 14 ff")
-	add(TypeLookup, "recompute time above 32 bits", lookup+"c401aa 14 cf0000000100000000")
+	add(TypeLookup, "a short secret", "9a 3c 05 c40f"+rep("5e", 15)+"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "a long secret", "9a 3c 05 c411"+rep("5e", 17)+"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "an empty secret", "9a 3c 05 c400 06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "secret as a string", "9a 3c 05 b0"+rep("5e", 16)+"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "secret declares 4 GiB", "9a 3c 05 c6 ffffffff aa")
+	add(TypeLookup, "negative deadline", lookup+"c401aa d0ff 00 a0")
+	add(TypeLookup, "deadline above 32 bits", lookup+"c401aa cf0000000100000000 00 a0")
+	add(TypeLookup, "negative recompute time", lookup+"c401aa 14 ff a0")
+	add(TypeLookup, "recompute time above 32 bits", lookup+"c401aa 14 cf0000000100000000 a0")
 	add(TypeLookup, "the body of version 1", "96 3c 05 06 07 c401aa 14")
-	add(TypeLookup, "a hash before the first page", "99 3c 05"+secret+"06 00 c401aa c401aa 14 00")
-	add(TypeLookup, "hash before above the limit", "99 3c 05"+secret+"06 07 c421"+digest+"00 c421"+
-		digest+"00 14 00")
-	add(TypeLookup, "hash before as a string", "99 3c 05"+secret+"06 07 a161 c401aa 14 00")
-	add(TypeLookup, "hash before as nil", "99 3c 05"+secret+"06 07 c0 c401aa 14 00")
-	add(TypeLookup, "not whole hashes", "99 3c 05"+secret+"06 07 c402aaaa c403aaaaaa 14 00")
-	add(TypeLookup, "hash before declares 4 GiB", "99 3c 05"+secret+"06 07 c6 ffffffff aa")
+	add(TypeLookup, "a hash before the first page",
+		"9a 3c 05"+secret+"06 00 c401aa c401aa 14 00 a0")
+	add(TypeLookup, "hash before above the limit", "9a 3c 05"+secret+"06 07 c421"+digest+"00 c421"+
+		digest+"00 14 00 a0")
+	add(TypeLookup, "hash before as a string", "9a 3c 05"+secret+"06 07 a161 c401aa 14 00 a0")
+	add(TypeLookup, "hash before as nil", "9a 3c 05"+secret+"06 07 c0 c401aa 14 00 a0")
+	add(TypeLookup, "not whole hashes", "9a 3c 05"+secret+"06 07 c402aaaa c403aaaaaa 14 00 a0")
+	add(TypeLookup, "hash before declares 4 GiB", "9a 3c 05"+secret+"06 07 c6 ffffffff aa")
+	add(TypeLookup, "the body of version 10", "99 3c 05"+secret+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "tenant above the limit", lookup+"c401aa 14 00 d941"+rep("61", 65))
+	add(TypeLookup, "tenant as bytes", lookup+"c401aa 14 00 c40161")
+	add(TypeLookup, "tenant not UTF-8", lookup+"c401aa 14 00 a1ff")
+	add(TypeLookup, "tenant declares 4 GiB", lookup+"c401aa 14 00 db ffffffff 61")
 
 	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "another version with another body", "92 01 0b")
+	add(TypeHello, "another version with another body", "92 01 0c")
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9d 01 0a a6776f726b6572"
-	add(TypeHello, "unknown role", "9d 01 0a a561646d696e a0 00 01 10 cd1000 10 20 80 00 00")
-	add(TypeHello, "empty role", "9d 01 0a a0 a0 00 01 10 cd1000 10 20 80 00 00")
-	add(TypeHello, "role as bytes", "9d 01 0a c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00")
+	const worker = "9d 01 0b a6776f726b6572"
+	add(TypeHello, "unknown role", "9d 01 0b a561646d696e a0 00 01 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "empty role", "9d 01 0b a0 a0 00 01 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "role as bytes", "9d 01 0b c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00")
 	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80 00 00")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+
 		"00 01 10 cd1000 10 20 80 00 00")
 	add(TypeHello, "a worker with a direct socket", worker+"a0 00 01 10 cd1000 10 20 80 01 00")
 	add(TypeHello, "direct as a boolean", worker+"a0 00 01 10 cd1000 10 20 80 c2 00")
-	add(TypeHello, "the body of version 8", "9b 01 0a a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "the body of version 8", "9b 01 0b a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "the body of version 9",
-		"9c 01 0a a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
+		"9c 01 0b a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
 	add(TypeHello, "descriptors above the limit", worker+"a0 00 01 10 cd1000 10 20 80 00 41")
 	add(TypeHello, "negative descriptors", worker+"a0 00 01 10 cd1000 10 20 80 00 ff")
 	add(TypeHello, "a scheduler with descriptors",
-		"9d 01 0a a97363686564756c6572 a0 00 01 10 00 10 20 80 00 01")
+		"9d 01 0b a97363686564756c6572 a0 00 01 10 00 10 20 80 00 01")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
 	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80 00 00")
 	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80 00 00")
 	add(TypeHello, "ranks wrap",
-		"9d 01 0a a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00 00")
+		"9d 01 0b a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00 00")
 	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80 00 00")
 	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80 00 00")
 	add(TypeHello, "page bytes above 63 bits",
@@ -359,18 +406,32 @@ func badMessages() []vector {
 	add(TypeHello, "fields above the limit", worker+"a0 00 01 10 cd1000 10 20 de0041"+
 		many.String()+"00 00")
 
-	add(TypePrepareStore, "hashes empty", "97 0a 01 00 c400 c400 01 00")
-	add(TypePrepareStore, "no hash before a later page", "97 0a 01 10 c400 c420"+digest+"01 00")
-	add(TypePrepareStore, "a hash before the first page", "97 0a 01 00 c420"+digest+"c420"+digest+
-		"01 00")
-	add(TypePrepareStore, "not whole hashes", "97 0a 01 10 c420"+digest+"c421"+digest+"00 01 00")
-	add(TypePrepareStore, "hash before above the limit", "97 0a 01 10 c421"+digest+"00 c421"+digest+
-		"00 01 00")
-	add(TypePrepareStore, "first page wraps", "97 0a 01 cefffffff0 c420"+digest+"c420"+digest+
-		"01 00")
-	add(TypePrepareStore, "no chunks", "97 0a 01 00 c400 c401aa 00 00")
-	add(TypePrepareStore, "a chunk beyond the last", "97 0a 01 00 c400 c401aa 02 02")
+	const none = "a0 00 00 00 00" // no tenant, no hints
+	add(TypePrepareStore, "hashes empty", "9c 0a 01 00 c400 c400 01 00 "+none)
+	add(TypePrepareStore, "no hash before a later page",
+		"9c 0a 01 10 c400 c420"+digest+"01 00 "+none)
+	add(TypePrepareStore, "a hash before the first page", "9c 0a 01 00 c420"+digest+"c420"+digest+
+		"01 00 "+none)
+	add(TypePrepareStore, "not whole hashes",
+		"9c 0a 01 10 c420"+digest+"c421"+digest+"00 01 00 "+none)
+	add(TypePrepareStore, "hash before above the limit", "9c 0a 01 10 c421"+digest+"00 c421"+digest+
+		"00 01 00 "+none)
+	add(TypePrepareStore, "first page wraps", "9c 0a 01 cefffffff0 c420"+digest+"c420"+digest+
+		"01 00 "+none)
+	add(TypePrepareStore, "no chunks", "9c 0a 01 00 c400 c401aa 00 00 "+none)
+	add(TypePrepareStore, "a chunk beyond the last", "9c 0a 01 00 c400 c401aa 02 02 "+none)
 	add(TypePrepareStore, "the body of version 4", "95 0a 01 00 c400 c401aa")
+	const store = "9c 0a 01 00 c400 c401aa 01 00"
+	add(TypePrepareStore, "the body of version 10", "97 0a 01 00 c400 c401aa 01 00")
+	add(TypePrepareStore, "tenant above the limit", store+"d941"+rep("61", 65)+"00 00 00 00")
+	add(TypePrepareStore, "tenant as bytes", store+"c40161 00 00 00 00")
+	add(TypePrepareStore, "tenant not UTF-8", store+"a1ff 00 00 00 00")
+	add(TypePrepareStore, "priority above 100", store+"a0 65 00 00 00")
+	add(TypePrepareStore, "negative priority", store+"a0 ff 00 00 00")
+	add(TypePrepareStore, "retained above 32 bits", store+"a0 00 cf0000000100000000 00 00")
+	add(TypePrepareStore, "pinned above 32 bits", store+"a0 00 00 cf0000000100000000 00")
+	add(TypePrepareStore, "uses above a byte", store+"a0 00 00 00 cd0100")
+	add(TypePrepareStore, "trailing bytes", store+none+"00")
 	add(TypeCommitStore, "zero store", "93 0c 00 90")
 	add(TypeCommitStore, "indices out of order", "93 0c 01 92 02 01")
 	add(TypeCommitStore, "duplicate index", "93 0c 01 92 02 02")
@@ -389,15 +450,32 @@ func badMessages() []vector {
 	add(TypeTrim, "a short secret", "95 3e 01 c40f"+rep("5e", 15)+"01 01")
 	add(TypeCancel, "trailing bytes", "94 3f 01"+secret+"01 c0")
 	add(TypeCancel, "without a secret", "93 3f 01 01")
+	advise := "9a 41 05" + secret
+	add(TypeAdvise, "zero session", "9a 41 00"+secret+"00 c400 c401aa 01 00 00 a0")
+	add(TypeAdvise, "a short secret", "9a 41 05 c40f"+rep("5e", 15)+"00 c400 c401aa 01 00 00 a0")
+	add(TypeAdvise, "hashes empty", advise+"00 c400 c400 01 00 00 a0")
+	add(TypeAdvise, "not whole hashes", advise+"07 c402aaaa c403aaaaaa 01 00 00 a0")
+	add(TypeAdvise, "a hash before the first page", advise+"00 c401aa c401aa 01 00 00 a0")
+	add(TypeAdvise, "zero action", advise+"00 c400 c401aa 00 00 00 a0")
+	add(TypeAdvise, "an unknown action", advise+"00 c400 c401aa 05 00 00 a0")
+	add(TypeAdvise, "a duration above 32 bits",
+		advise+"00 c400 c401aa 01 cf0000000100000000 00 a0")
+	add(TypeAdvise, "negative duration", advise+"00 c400 c401aa 01 ff 00 a0")
+	add(TypeAdvise, "priority above 100", advise+"00 c400 c401aa 01 00 65 a0")
+	add(TypeAdvise, "tenant above the limit", advise+"00 c400 c401aa 01 00 00 d941"+rep("61", 65))
+	add(TypeAdvise, "tenant as bytes", advise+"00 c400 c401aa 01 00 00 c40161")
+	add(TypeAdvise, "tenant declares 4 GiB", advise+"00 c400 c401aa 01 00 00 db ffffffff 61")
+	add(TypeAdvise, "one field too few", "99 41 05"+secret+"00 c400 c401aa 01 00 00")
+	add(TypeAdvise, "trailing bytes", advise+"00 c400 c401aa 01 00 00 a0 00")
 
 	welcome := func(session, fp, rest string) string {
-		return "9d 02 0a" + session + secret + "00" +
+		return "9d 02 0b" + session + secret + "00" +
 			fp + rest
 	}
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
-	add(TypeWelcome, "another version with another body", "93 02 0b c0")
+	add(TypeWelcome, "another version with another body", "93 02 0c c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00 00"))
-	add(TypeWelcome, "the body of version 9", "9c 02 0a 01"+secret+"00 c420"+digest+
+	add(TypeWelcome, "the body of version 9", "9c 02 0b 01"+secret+"00 c420"+digest+
 		"a161 a0 00 01 01 00")
 	add(TypeWelcome, "a flag of two", welcome("01", "c420"+digest, "a161 a0 00 01 01 00 02"))
 	add(TypeWelcome, "short fingerprint",
@@ -406,10 +484,10 @@ func badMessages() []vector {
 		welcome("01", "d920"+digest, "a161 a0 00 01 01 00 00"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest,
 		"da0401"+rep("61", 1025)+"a0 00 01 01 00 00"))
-	add(TypeWelcome, "a short secret", "9d 02 0a 01 c40f"+rep("5e", 15)+"00 c420"+digest+
+	add(TypeWelcome, "a short secret", "9d 02 0b 01 c40f"+rep("5e", 15)+"00 c420"+digest+
 		"a161 a0 00 01 01 00 00")
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 0a a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 0b a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -463,6 +541,11 @@ func badMessages() []vector {
 	add(TypeNotice, "text that is not UTF-8", "92 2c a1ff")
 	add(TypeRegionsReady, "no number", "91 2d")
 	add(TypeRegionsReady, "trailing bytes", "92 2d 01 00")
+	add(TypeNameWeights, "no name", "91 2f")
+	add(TypeNameWeights, "name as bytes", "92 2f c400")
+	add(TypeNameWeights, "name that is not UTF-8", "92 2f a1ff")
+	add(TypeNameWeights, "name above the limit", "92 2f da0101"+rep("61", 257))
+	add(TypeNameWeights, "more than a name", "93 2f a161 01")
 	add(TypeMoved, "no endpoints", "92 2e 01")
 	add(TypeMoved, "negative generation", "94 2e ff a0 a0")
 	add(TypeMoved, "endpoint as bytes", "94 2e 01 c400 a0")
@@ -481,15 +564,15 @@ func badMessages() []vector {
 
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
-	add(TypePeerHello, "another version with another body", "92 46 0b")
-	add(TypePeerHello, "zero generation", hello("0a", "00"))
-	add(TypePeerHello, "generation as bytes", hello("0a", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 0a 01 00")
-	add(TypePeerHello, "trailing bytes", hello("0a", "01 00"))
+	add(TypePeerHello, "another version with another body", "92 46 0c")
+	add(TypePeerHello, "zero generation", hello("0b", "00"))
+	add(TypePeerHello, "generation as bytes", hello("0b", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 0b 01 00")
+	add(TypePeerHello, "trailing bytes", hello("0b", "01 00"))
 	add(TypePeerWelcome, "another version", "94 47 05 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 0a 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 0a 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 0a 01 cf0000000100000000")
+	add(TypePeerWelcome, "zero generation", "94 47 0b 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 0b 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 0b 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")
@@ -531,6 +614,24 @@ func badMessages() []vector {
 	add(TypePeerRelease, "indices out of order", "94 4c 01 92 02 01 00")
 	add(TypePeerRelease, "indices bomb", "94 4c 01 dd ffffffff")
 	add(TypePeerRelease, "bad above 1", "94 4c 01 90 02")
+	add(TypeReach, "another version", "93 50 05 a161")
+	add(TypeReach, "no address", "93 50 @@ a0")
+	add(TypeReach, "address as bytes", "93 50 @@ c40161")
+	add(TypeReach, "address above the limit", "93 50 @@ da0401"+rep("61", 1025))
+	add(TypeReach, "address bomb", "93 50 @@ dbffffffff")
+	add(TypeReach, "trailing bytes", "93 50 @@ a161 00")
+	add(TypeHostsChallenge, "another version", "94 51 05 c420"+digest+"00")
+	add(TypeHostsChallenge, "short nonce", "94 51 @@ c41f"+digest[2:]+"00")
+	add(TypeHostsChallenge, "nonce above its length", "94 51 @@ c421"+digest+"00 00")
+	add(TypeHostsChallenge, "token above 1", "94 51 @@ c420"+digest+"02")
+	add(TypeHostsChallenge, "one field too few", "93 51 @@ c420"+digest)
+	add(TypeHostsProof, "short proof", "94 52 c420"+digest+"01 c41f"+digest[2:])
+	add(TypeHostsProof, "proof as a string", "94 52 c420"+digest+"01 d920"+digest)
+	add(TypeHostsProof, "token as a bool", "94 52 c420"+digest+"c3 c420"+digest)
+	add(TypeHostsProof, "nonce bomb", "94 52 c6ffffffff 01 c420"+digest)
+	add(TypeHostsAccept, "empty proof", "92 53 c400")
+	add(TypeHostsAccept, "proof bomb", "92 53 c6ffffffff")
+	add(TypeHostsAccept, "trailing bytes", "92 53 c420"+digest+"00")
 	return out
 }
 
@@ -546,9 +647,10 @@ func wideMessages(t *testing.T) []vector {
 		one("ping signed", &Ping{ID: 5}, "dd00000002 d01e d30000000000000005"),
 		one("pong wide", &Pong{ID: 5, Generation: 1}, "dc0003 cd001f ce00000005 d10001"),
 		one("lookup wide", &Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 2, FirstPage: 3,
-			Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5},
-			"99 3c d200000001 c5 0010"+strings.Repeat("00", 16)+
-				"cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005"),
+			Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5,
+			Tenant: Label("t")},
+			"9a 3c d200000001 c5 0010"+strings.Repeat("00", 16)+
+				"cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005 d901 74"),
 		one("error wide", &Error{ID: 1, Code: "a", Message: "b"}, "94 32 01 d901 61 db00000001 62"),
 		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2,
 			Touch: true, Hashes: []byte{0xaa}}, "dc0007 cc4a cd0001 c5 0020"+strings.Repeat("00",
@@ -569,6 +671,10 @@ func toJSON(t *testing.T, m any) map[string]any {
 	for i := range v.NumField() {
 		name := snake(v.Type().Field(i).Name)
 		switch f := v.Field(i).Interface().(type) {
+		case Label:
+			out[name] = string(f)
+		case Hints: // its fields are the message's
+			maps.Copy(out, toJSON(t, f))
 		case []byte:
 			out[name] = hex.EncodeToString(f)
 		case []Field:
@@ -616,8 +722,8 @@ func snake(name string) string {
 	return b.String()
 }
 
-// allVectors are those with clients, or those between sidecars.
-func allVectors(t *testing.T, sidecars bool) []vector {
+// allVectors are those in a file.
+func allVectors(t *testing.T, file string) []vector {
 	var out []vector
 	for _, g := range goodMessages() {
 		out = append(out, vector{
@@ -627,10 +733,18 @@ func allVectors(t *testing.T, sidecars bool) []vector {
 		})
 	}
 	out = append(append(out, wideMessages(t)...), badMessages()...)
-	return slices.DeleteFunc(out, func(v vector) bool {
-		return (v.To == "lender" ||
-			v.To == "borrower") != sidecars
-	})
+	return slices.DeleteFunc(out, func(v vector) bool { return fileOf(v.To) != file })
+}
+
+// fileOf returns the file with the messages to a receiver.
+func fileOf(to string) string {
+	switch to {
+	case "lender", "borrower":
+		return peersFile
+	case "caller", "answerer":
+		return hostsFile
+	}
+	return vectorsFile
 }
 
 // golden compares a file with what it should hold, or writes it.

@@ -112,6 +112,15 @@ func (v *visitor) atLeastOne(field string, p *uint32) {
 	}
 }
 
+// u8 visits an integer of at most limit.
+func (v *visitor) u8(field string, p *uint8, limit uint8) {
+	n := uint64(*p)
+	v.upTo(uint64(limit), field, &n)
+	if v.reading {
+		*p = uint8(n)
+	}
+}
+
 func (v *visitor) u64(field string, p *uint64) { v.upTo(math.MaxUint64, field, p) }
 
 // size visits an integer below 2^63: a length or an offset.
@@ -135,12 +144,8 @@ func (v *visitor) id(field string, p *uint64) {
 
 // digest visits the length of a page hash.
 func (v *visitor) digest(p *uint8) {
-	n := uint64(*p)
-	v.upTo(MaxDigestBytes, "digest_bytes", &n)
-	v.check(n != 0, "digest_bytes", "zero")
-	if v.reading {
-		*p = uint8(n)
-	}
+	v.u8("digest_bytes", p, MaxDigestBytes)
+	v.check(*p != 0, "digest_bytes", "zero")
 }
 
 // flag visits a bool, which is 0 or 1.
@@ -170,6 +175,16 @@ func (v *visitor) str(field string, p *string, limit int) {
 func (v *visitor) text(field string, p *string, limit int) {
 	if v.reading {
 		*p = string(v.strBytes(field, limit))
+	} else {
+		v.buf = appendStr(v.buf, *p)
+	}
+}
+
+// tenant visits a label, which aliases the input when read.
+func (v *visitor) tenant(p *Label) {
+	v.fields++
+	if v.reading {
+		*p = v.strBytes("tenant", MaxTenantBytes)
 	} else {
 		v.buf = appendStr(v.buf, *p)
 	}

@@ -10,10 +10,10 @@
 // recursion and no trailing bytes. Every length is checked against the bytes left and a limit
 // before it is used. msgpack.Unmarshal is not used: an 8-byte message makes it allocate gigabytes.
 //
-// Decode reads in place. A []byte field of a decoded message aliases the decoded buffer and is
-// valid only as long as that buffer; strings are copies. Decode reuses the slices of the message,
-// so a caller that keeps one message decodes without allocating. Append writes the shortest form
-// and does not fail: the caller keeps its own messages within the limits.
+// Decode reads in place. A []byte or [Label] field of a decoded message aliases the decoded buffer
+// and is valid only as long as that buffer; strings are copies. Decode reuses the slices of the
+// message, so a caller that keeps one message decodes without allocating. Append writes the
+// shortest form and does not fail: the caller keeps its own messages within the limits.
 //
 // testdata/vectors.json has golden messages, good ones and ones to refuse, which the Go and the
 // Python tests both read.
@@ -26,7 +26,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 10
+const Version = 11
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram must fit the
 // sender's buffer whole, so both ends set SO_SNDBUF to [SocketBufferBytes].
@@ -46,11 +46,12 @@ const (
 	SecretBytes      = 16 // the secret of a session
 	TicketBytes      = 16 // a [Ticket]
 	NamesBytes       = sha256.Size
+	MaxTenantBytes   = 64 // the longest tenant, a str
 )
 
 const (
-	extentBytes   = 25 // encoded bytes of one Extent, at most
-	overheadBytes = 96 // encoded bytes of a PrepareStore or a grant without its lists, at most
+	extentBytes   = 25  // encoded bytes of one Extent, at most
+	overheadBytes = 160 // encoded bytes of a PrepareStore or a grant without its lists, at most
 
 	// MaxExtents is the number of extents that fit one packet whatever their values. A store or
 	// load that needs more must be split.
@@ -102,7 +103,7 @@ var DefaultLimits = Limits{
 // MessageBytes returns the length of the longest lookup message, native or LMCache's, within the
 // limits. It sizes receive buffers, and sockets refuse longer messages.
 func (l *Limits) MessageBytes() int {
-	native := 128 + l.Pages*MaxDigestBytes
+	native := 192 + l.Pages*MaxDigestBytes
 	lmcache := 256 + l.LMCacheIDBytes + l.Pages*(MaxDigestBytes+2+5) +
 		l.LMCacheConfigs*2*(l.LMCacheConfigBytes+5)
 	return max(native, lmcache)

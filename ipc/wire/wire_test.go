@@ -17,10 +17,9 @@ import (
 )
 
 func TestGolden(t *testing.T) {
-	golden(t, vectorsFile, allVectors(t, false))
-	golden(t, peersFile, allVectors(t, true))
 	var vectors []vector
-	for _, file := range []string{vectorsFile, peersFile} {
+	for _, file := range []string{vectorsFile, peersFile, hostsFile} {
+		golden(t, file, allVectors(t, file))
 		b, err := os.ReadFile(file)
 		if err != nil {
 			t.Fatal(err)
@@ -152,7 +151,9 @@ func TestPacketLimits(t *testing.T) {
 	for _, size := range []int{8, 16, 32} {
 		n := MaxStorePages(size)
 		store := PrepareStore{ID: math.MaxUint32, FirstPage: 1 << 31, Prev: make([]byte, size),
-			Hashes: make([]byte, n*size)}
+			Hashes: make([]byte, n*size), Every: math.MaxUint32, Which: math.MaxUint32 - 1,
+			Tenant: make(Label, MaxTenantBytes), Hints: Hints{Priority: MaxPriority,
+				RetainMs: math.MaxUint32, PinMs: math.MaxUint32, FromUse: math.MaxUint8}}
 		if got := len(store.Append(nil)); got > MaxPacketBytes || n > MaxExtents {
 			t.Errorf("a store of %d pages of %d bytes has %d bytes", n, size, got)
 		}
@@ -201,9 +202,16 @@ func TestPacketLimits(t *testing.T) {
 	lookup := Lookup{Session: math.MaxUint64, Secret: make([]byte, SecretBytes),
 		Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32,
 		RecomputeUs: math.MaxUint32,
-		Prev:        make([]byte, MaxDigestBytes), Hashes: make([]byte, l.Pages*MaxDigestBytes)}
+		Prev:        make([]byte, MaxDigestBytes), Hashes: make([]byte, l.Pages*MaxDigestBytes),
+		Tenant: make(Label, MaxTenantBytes)}
 	if n := len(lookup.Append(nil)); n > l.MessageBytes() {
 		t.Errorf("the longest lookup has %d bytes, above %d", n, l.MessageBytes())
+	}
+	advise := Advise{Session: math.MaxUint64, Secret: lookup.Secret, FirstPage: math.MaxUint32,
+		Prev: lookup.Prev, Hashes: lookup.Hashes, Action: AdviseDemote, Ms: math.MaxUint32,
+		Priority: MaxPriority, Tenant: lookup.Tenant}
+	if n := len(advise.Append(nil)); n > l.MessageBytes() {
+		t.Errorf("the longest advice has %d bytes, above %d", n, l.MessageBytes())
 	}
 }
 
@@ -227,6 +235,9 @@ func random(r *rand.Rand, typ Type) Message {
 	text := func() string {
 		n := []int{0, 3, 31, 32, 255, 256}[r.IntN(6)]
 		return strings.Repeat(string(rune('a'+r.IntN(26))), n)
+	}
+	tenant := func() Label {
+		return Label(strings.Repeat(string(rune('a'+r.IntN(26))), r.IntN(MaxTenantBytes+1)))
 	}
 	raw := func(n int) []byte {
 		b := make([]byte, n)
@@ -274,7 +285,9 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypePrepareStore:
 		size := []int{8, 16, 32}[r.IntN(3)]
 		m := &PrepareStore{ID: u32(), FirstPage: u32() >> 1, Prev: raw(size),
-			Hashes: raw(size * (1 + r.IntN(3000))), Every: 1 | u32()}
+			Hashes: raw(size * (1 + r.IntN(3000))), Every: 1 | u32(),
+			Tenant: tenant(), Hints: Hints{Priority: uint8(r.IntN(MaxPriority + 1)),
+				RetainMs: u32(), PinMs: u32(), FromUse: uint8(r.Uint32())}}
 		m.Which = u32() % m.Every
 		if m.FirstPage == 0 {
 			m.Prev = []byte{}
@@ -327,6 +340,8 @@ func random(r *rand.Rand, typ Type) Message {
 		return &RegionsReady{Regions: u32()}
 	case TypeMoved:
 		return &Moved{Generation: u64(), LookupEndpoint: text(), ReplyEndpoint: text()}
+	case TypeNameWeights:
+		return &NameWeights{Epoch: text()}
 	case TypeNotice:
 		return &Notice{Text: text()}
 	case TypeError:
@@ -335,7 +350,7 @@ func random(r *rand.Rand, typ Type) Message {
 		size := []int{8, 16, 32}[r.IntN(3)]
 		m := &Lookup{Session: id(), Secret: raw(16), Lookup: u64(), FirstPage: u32() >> 1,
 			Prev: raw(size), Hashes: raw(size * (1 + r.IntN(5000))), DeadlineMs: u32(),
-			RecomputeUs: u32()}
+			RecomputeUs: u32(), Tenant: tenant()}
 		if m.FirstPage == 0 || r.IntN(3) == 0 {
 			m.Prev = []byte{}
 		}
@@ -347,6 +362,10 @@ func random(r *rand.Rand, typ Type) Message {
 		return &Trim{Session: id(), Secret: raw(16), Lookup: u64(), FirstPage: u32()}
 	case TypeCancel:
 		return &Cancel{Session: id(), Secret: raw(16), Lookup: u64()}
+	case TypeAdvise:
+		return &Advise{Session: id(), Secret: raw(16), FirstPage: 1 | u32()>>1, Prev: raw(32),
+			Hashes: raw(32 * (1 + r.IntN(5000))), Action: Action(1 + r.IntN(4)), Ms: u32(),
+			Priority: uint8(r.IntN(MaxPriority + 1)), Tenant: tenant()}
 	case TypeLookupPending:
 		return &LookupPending{Lookup: u64(), Pages: u32(), EtaMs: u32()}
 	case TypePeerHello:
@@ -375,6 +394,14 @@ func random(r *rand.Rand, typ Type) Message {
 			Extents: extents()}
 	case TypePeerRelease:
 		return &PeerRelease{Load: id(), Extents: indices(), Bad: r.IntN(2) == 0}
+	case TypeReach:
+		return &Reach{Version: Version, Address: "a" + text()}
+	case TypeHostsChallenge:
+		return &HostsChallenge{Version: Version, Nonce: raw(32), Token: r.IntN(2) == 0}
+	case TypeHostsProof:
+		return &HostsProof{Nonce: raw(32), Token: r.IntN(2) == 0, Proof: raw(32)}
+	case TypeHostsAccept:
+		return &HostsAccept{Proof: raw(32)}
 	}
 	return nil
 }
@@ -392,10 +419,20 @@ func oracle(t *testing.T, m Message) []byte {
 			t.Fatal(err)
 		}
 	}
-	must(enc.EncodeArrayLen(1 + v.NumField()))
-	must(enc.EncodeUint(uint64(m.Type())))
+	var fields []reflect.Value
 	for i := range v.NumField() {
-		switch f := v.Field(i).Interface().(type) {
+		if f := v.Field(i); v.Type().Field(i).Anonymous { // its fields are the message's
+			for j := range f.NumField() {
+				fields = append(fields, f.Field(j))
+			}
+		} else {
+			fields = append(fields, f)
+		}
+	}
+	must(enc.EncodeArrayLen(1 + len(fields)))
+	must(enc.EncodeUint(uint64(m.Type())))
+	for _, field := range fields {
+		switch f := field.Interface().(type) {
 		case []Field:
 			fields := map[string]string{}
 			for _, e := range f {
@@ -426,6 +463,8 @@ func oracle(t *testing.T, m Message) []byte {
 			}
 		case []byte:
 			must(enc.EncodeBytes(f))
+		case Label:
+			must(enc.EncodeString(string(f)))
 		case string:
 			must(enc.EncodeString(f))
 		case bool: // 0 or 1
@@ -435,7 +474,7 @@ func oracle(t *testing.T, m Message) []byte {
 			}
 			must(enc.EncodeUint(n))
 		default:
-			must(enc.EncodeUint(v.Field(i).Uint()))
+			must(enc.EncodeUint(field.Uint()))
 		}
 	}
 	return b.Bytes()
@@ -466,8 +505,8 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 	r := rand.New(rand.NewPCG(2, 0))
 	buf := make([]byte, 0, 1<<20)
 	for _, typ := range []Type{
-		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypePrepareStore,
-		TypeStoreGrant, TypeCommitStore,
+		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypeAdvise,
+		TypePrepareStore, TypeStoreGrant, TypeCommitStore,
 		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypePing, TypePong, TypePeerPages,
 		TypePeerLease, TypePeerGrant, TypePeerRelease,
 	} {
@@ -495,7 +534,7 @@ func TestHashesAlias(t *testing.T) {
 	if err := m.Decode(raw, &DefaultLimits); err != nil {
 		t.Fatal(err)
 	}
-	if &m.Hashes[0] != &raw[len(raw)-2-64] || cap(m.Hashes) != 64 {
+	if &m.Hashes[0] != &raw[len(raw)-3-64] || cap(m.Hashes) != 64 {
 		t.Fatal("hashes are a copy, or reach beyond themselves")
 	}
 }

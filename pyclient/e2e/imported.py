@@ -37,6 +37,7 @@ registry._run_in_subprocess = lambda look: look()  # pyright: ignore[reportAttri
 PATIENCE_S = {
     "lookaside.scheduler.identification": {"_IDENTITY_PATIENCE_S": 60.0},
     "lookaside.heartbeat": {"_PONG_PATIENCE_S": 60.0},
+    "lookaside.scheduler.epochs": {"_MOVE_PATIENCE_S": 60.0},
     "lookaside.connection": {"_CONNECT_PATIENCE_S": 60.0},
     "lookaside.worker.loads": {"_GRANT_PATIENCE_S": 60.0, "_IN_STEP_PATIENCE_S": 60.0},
     "lookaside.worker.role": {"_START_PATIENCE_S": 60.0},

@@ -1,5 +1,5 @@
 """Servers of other shapes: two ranks, ranks that hold the same bytes, next to no room, behind
-MultiConnector, with MLA, with adapters.
+MultiConnector, with MLA, with adapters, with speculation.
 
 Each class has one or two servers of its own, which start at once, and ends them: all of them, with
 those of ``pair``, would not fit into 24 GiB.
@@ -29,6 +29,7 @@ from .conftest import (
     ask,
     computed,
     configured,
+    counted,
     hits_again,
     hits_of,
     sessions,
@@ -165,6 +166,24 @@ def start_with_adapter(seed: int) -> Callable[[Stand], Shape]:
             f"lora-{seed}",
             connector=configured(stand.endpoint("lora")),
             arguments=["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"l={adapter}"],
+        )
+        return Shape(stand, server)
+
+    return start
+
+
+def start_speculating(
+    name: str, speculation: dict[str, Any], of: str = "thin"
+) -> Callable[[Stand], Shape]:
+    """A server that drafts three tokens at a time, with a model of this kind."""
+
+    def start(stand: Stand) -> Shape:
+        given = json.dumps({"num_speculative_tokens": 3, **speculation})
+        server = stand.server(
+            name,
+            connector=configured(stand.endpoint("drafts")),
+            model=model.ensure(of),
+            arguments=["--speculative-config", given],
         )
         return Shape(stand, server)
 
@@ -446,3 +465,81 @@ class TestAdapters:
         hits_again(one.server, prompt, truth, "what the first has stored")
         first = ask(seeded, prompt)
         assert (first.tokens, first.cached_tokens) == (truth.tokens, 0)
+
+
+@pytest.fixture(scope="class")
+def drafting(small_model: Path, stands: Stands) -> Iterator[list[Shape]]:
+    stand = stands(small_model)
+    stand.sidecar(0, "drafts", settings=LITTLE)
+    ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    itself = {"method": "draft_model", "model": str(small_model)}
+    with started(
+        stand, start_speculating("ngram", ngram), start_speculating("draft", itself)
+    ) as shapes:
+        yield shapes
+
+
+@pytest.fixture(scope="class")
+def eagle(small_model: Path, stands: Stands) -> Iterator[Shape]:
+    stand = stands(small_model)
+    stand.sidecar(0, "drafts", settings=LITTLE)
+    head = {"method": "eagle", "model": str(model.ensure("eagle"))}
+    with started(stand, start_speculating("eagle", head, "hybrid")) as shapes:
+        yield shapes[0]
+
+
+def drafts_of(server: Server) -> tuple[float, float]:
+    """Tokens drafted so far, and accepted."""
+    metrics = [f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted")]
+    drafted, accepted = (counted(server, name) for name in metrics)
+    return drafted, accepted
+
+
+class TestSpeculation:
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_hits_answer_the_same(self, drafting: list[Shape], pair: Pair, which: int) -> None:
+        server = drafting[which].server
+        before = drafts_of(server)
+        for tokens in (300, 1500):
+            prompt = model.prompt(100, 58_000) * (tokens // 100)
+            prompt[0] += which  # a prefix of its own
+            truth = ask(pair.plain, prompt, 40)
+            assert ask(server, prompt, 40).tokens == truth.tokens
+            client.reset_prefix_cache(server.base_url)
+            again = ask(server, prompt, 40)
+            assert (again.tokens, again.cached_tokens) == (truth.tokens, hits_of(tokens))
+        assert drafts_of(server)[0] > before[0], "nothing was drafted"
+
+    def test_after_a_hit_drafts_are_as_good(self, drafting: list[Shape]) -> None:
+        """The model drafts for itself. All its drafts are accepted as long as its own KV is
+        there."""
+        server = drafting[1].server
+        prompt = model.prompt(1500, 58_100)
+        for cached in (0, hits_of(1500)):
+            drafted, accepted = drafts_of(server)
+            answer = ask(server, prompt, 41)
+            assert answer.cached_tokens == cached
+            client.reset_prefix_cache(server.base_url)
+            now = drafts_of(server)
+            assert now[0] - drafted == now[1] - accepted == 30
+
+    def test_pages_without_a_draft_model_are_not_hit_with_one(self, drafting: list[Shape]) -> None:
+        prompt = model.prompt(1000, 58_200)
+        ask(drafting[0].server, prompt)
+        assert ask(drafting[1].server, prompt).cached_tokens == 0
+
+
+class TestEagle:
+    """An EAGLE head with random weights, of a model with sliding windows: no draft is right."""
+
+    @pytest.mark.parametrize("tokens", [400, 1500])
+    def test_a_hit_ends_one_page_earlier(self, eagle: Shape, tokens: int) -> None:
+        server = eagle.server
+        prompt = model.prompt(tokens, 59_000 + tokens)
+        truth = computed(server, prompt, 16)
+        assert ask(server, prompt, 16).tokens == truth.tokens
+        own = ask(server, prompt, 16)
+        client.reset_prefix_cache(server.base_url)
+        again = ask(server, prompt, 16)
+        assert again.tokens == own.tokens == truth.tokens
+        assert again.cached_tokens == own.cached_tokens == (tokens // PAGE - 1) * PAGE

@@ -11,7 +11,11 @@
  * Why not memcpy: one stream of loads and stores leaves the memory idle half of the time.
  * Four streams a few KiB apart keep four DRAM pages open, and non-temporal stores save the
  * read that a normal store makes of the line that it is about to overwrite. Together they
- * reach 1.6 to 1.9 times memcpy once a run is longer than about a KiB.
+ * reach 1.6 to 1.9 times memcpy on x86-64 once a run is longer than about a KiB.
+ *
+ * arm64 has the same four streams, by pairs of NEON registers, but its default is memcpy: nobody
+ * has measured the streams there yet. Cores such as Grace's avoid the read of a line by themselves
+ * when it is written as a whole, so the streams may win little.
  */
 #ifndef LOOKASIDE_COPYCORE_H
 #define LOOKASIDE_COPYCORE_H
@@ -20,11 +24,14 @@
 #include <stdint.h>
 #include <string.h>
 
+/* LA_STREAMS is the kernel with four streams that this build has; LA_TARGET goes before its functions. */
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define LA_HAVE_AVX512 1
+#define LA_STREAMS LA_KERNEL_AVX512
+#define LA_TARGET __attribute__((target("avx512f")))
 #include <immintrin.h>
-#else
-#define LA_HAVE_AVX512 0
+#elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
+#define LA_STREAMS LA_KERNEL_NEON
+#define LA_TARGET
 #endif
 
 typedef struct {
@@ -47,7 +54,7 @@ typedef struct {
     uint64_t page_bytes;
 } la_plan;
 
-typedef enum { LA_KERNEL_MEMCPY = 1, LA_KERNEL_AVX512 = 2 } la_kernel;
+typedef enum { LA_KERNEL_MEMCPY = 1, LA_KERNEL_AVX512 = 2, LA_KERNEL_NEON = 3 } la_kernel;
 
 typedef enum { LA_GATHER = 0, LA_SCATTER = 1 } la_direction;
 
@@ -96,9 +103,10 @@ static inline la_verdict la_check(const la_plan *plan, const la_span *regions, s
     return LA_OK;
 }
 
-#if LA_HAVE_AVX512
+#ifdef LA_STREAMS
+#if defined(__x86_64__)
 /* Four streams of `size` bytes, `size` apart; dst and size are multiples of 64. */
-__attribute__((target("avx512f"))) static inline void la_four_streams(char *dst, const char *src, size_t size) {
+LA_TARGET static inline void la_four_streams(char *dst, const char *src, size_t size) {
     const char *s0 = src, *s1 = src + size, *s2 = src + 2 * size, *s3 = src + 3 * size;
     char *d0 = dst, *d1 = dst + size, *d2 = dst + 2 * size, *d3 = dst + 3 * size;
     for (size_t i = 0; i < size; i += 64) {
@@ -113,8 +121,44 @@ __attribute__((target("avx512f"))) static inline void la_four_streams(char *dst,
     }
 }
 
+/* Non-temporal stores are weakly ordered: nobody may learn of the copy before this. */
+LA_TARGET static inline void la_streams_end(void) { _mm_sfence(); }
+#else
+/* Four streams of `size` bytes, `size` apart; dst and size are multiples of 64. */
+static inline void la_four_streams(char *dst, const char *src, size_t size) {
+    const char *s0 = src, *s1 = src + size, *s2 = src + 2 * size, *s3 = src + 3 * size;
+    char *d0 = dst, *d1 = dst + size, *d2 = dst + 2 * size, *d3 = dst + 3 * size;
+    for (size_t i = 0; i < size; i += 64)
+        __asm__ volatile(
+            "ldp q0, q1, [%[s0]]\n\t"
+            "ldp q2, q3, [%[s0], #32]\n\t"
+            "ldp q4, q5, [%[s1]]\n\t"
+            "ldp q6, q7, [%[s1], #32]\n\t"
+            "ldp q16, q17, [%[s2]]\n\t"
+            "ldp q18, q19, [%[s2], #32]\n\t"
+            "ldp q20, q21, [%[s3]]\n\t"
+            "ldp q22, q23, [%[s3], #32]\n\t"
+            "stnp q0, q1, [%[d0]]\n\t"
+            "stnp q2, q3, [%[d0], #32]\n\t"
+            "stnp q4, q5, [%[d1]]\n\t"
+            "stnp q6, q7, [%[d1], #32]\n\t"
+            "stnp q16, q17, [%[d2]]\n\t"
+            "stnp q18, q19, [%[d2], #32]\n\t"
+            "stnp q20, q21, [%[d3]]\n\t"
+            "stnp q22, q23, [%[d3], #32]\n\t"
+            :
+            : [s0] "r"(s0 + i), [s1] "r"(s1 + i), [s2] "r"(s2 + i), [s3] "r"(s3 + i), [d0] "r"(d0 + i),
+              [d1] "r"(d1 + i), [d2] "r"(d2 + i), [d3] "r"(d3 + i)
+            : "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23",
+              "memory");
+}
+
+/* Every store on arm64 is weakly ordered, these among them: nobody may learn of the copy before this. */
+static inline void la_streams_end(void) { __asm__ volatile("dmb ishst" ::: "memory"); }
+#endif
+
 /* One run of any length and alignment. The caller fences. */
-__attribute__((target("avx512f"))) static inline void la_run_avx512(char *dst, const char *src, size_t length) {
+LA_TARGET static inline void la_run_streams(char *dst, const char *src, size_t length) {
     if (length < LA_SHORT_RUN) {
         memcpy(dst, src, length);
         return;
@@ -134,7 +178,7 @@ __attribute__((target("avx512f"))) static inline void la_run_avx512(char *dst, c
     if (length > 4 * stream) memcpy(dst + 4 * stream, src + 4 * stream, length - 4 * stream);
 }
 
-__attribute__((target("avx512f"))) static void la_copy_avx512(const la_plan *plan, la_direction direction,
+LA_TARGET static void la_copy_streams(const la_plan *plan, la_direction direction,
                                                               const int64_t *blocks, const uint64_t *addresses,
                                                               size_t count) {
     for (size_t i = 0; i < count; i++) {
@@ -143,13 +187,12 @@ __attribute__((target("avx512f"))) static void la_copy_avx512(const la_plan *pla
             char *cache = (char *)(uintptr_t)(segment->base + (uint64_t)blocks[i] * segment->stride);
             char *arena = (char *)(uintptr_t)(addresses[i] + segment->page_offset);
             if (direction == LA_GATHER)
-                la_run_avx512(arena, cache, (size_t)segment->length);
+                la_run_streams(arena, cache, (size_t)segment->length);
             else
-                la_run_avx512(cache, arena, (size_t)segment->length);
+                la_run_streams(cache, arena, (size_t)segment->length);
         }
     }
-    /* Non-temporal stores are weakly ordered: nobody may learn of the copy before this. */
-    _mm_sfence();
+    la_streams_end();
 }
 #endif
 
@@ -171,21 +214,28 @@ static void la_copy_memcpy(const la_plan *plan, la_direction direction, const in
 /* Whether this CPU and its operating system can run the kernel. */
 static inline int la_kernel_usable(la_kernel kernel) {
     if (kernel == LA_KERNEL_MEMCPY) return 1;
-#if LA_HAVE_AVX512
-    if (kernel == LA_KERNEL_AVX512) {
+#if defined(__x86_64__) && defined(LA_STREAMS)
+    if (kernel == LA_STREAMS) {
         __builtin_cpu_init();
         return __builtin_cpu_supports("avx512f") != 0;
     }
+#elif defined(LA_STREAMS)
+    if (kernel == LA_STREAMS) return 1; /* every arm64 processor that runs Linux has NEON */
 #endif
     return 0;
+}
+
+/* The kernel to copy with where nobody asks for another: memcpy, unless one was measured to be faster. */
+static inline la_kernel la_kernel_default(void) {
+    return la_kernel_usable(LA_KERNEL_AVX512) ? LA_KERNEL_AVX512 : LA_KERNEL_MEMCPY;
 }
 
 /* Copies checked pairs with a usable kernel. Safe from several threads on different pairs. */
 static inline void la_copy(const la_plan *plan, la_kernel kernel, la_direction direction, const int64_t *blocks,
                            const uint64_t *addresses, size_t count) {
-#if LA_HAVE_AVX512
-    if (kernel == LA_KERNEL_AVX512) {
-        la_copy_avx512(plan, direction, blocks, addresses, count);
+#ifdef LA_STREAMS
+    if (kernel == LA_STREAMS) {
+        la_copy_streams(plan, direction, blocks, addresses, count);
         return;
     }
 #endif

@@ -258,7 +258,7 @@ static PyObject *plan_copy(PyObject *object, PyObject *args, PyObject *keywords,
     static char *names[] = {"blocks", "addresses", "kernel", NULL};
     PlanObject *self = (PlanObject *)object;
     PyObject *blocks, *addresses;
-    int kernel = la_kernel_usable(LA_KERNEL_AVX512) ? LA_KERNEL_AVX512 : LA_KERNEL_MEMCPY;
+    int kernel = la_kernel_default();
     pairs p;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO|i", names, &blocks, &addresses, &kernel)) return NULL;
     if (!la_kernel_usable((la_kernel)kernel)) return PyErr_Format(PyExc_ValueError, "kernel %d cannot run here", kernel);
@@ -301,9 +301,9 @@ static PyMethodDef plan_methods[] = {
      "detach(region_id) -> bool: refuse copies from now on; those under way go on. False if it was not attached."},
     {"check", plan_check, METH_VARARGS, "check(blocks, addresses): raise ValueError as gather and scatter would."},
     {"gather", (PyCFunction)(void (*)(void))plan_gather, METH_VARARGS | METH_KEYWORDS,
-     "gather(blocks, addresses, kernel=best) -> bytes: copy KV-cache blocks to arena addresses."},
+     "gather(blocks, addresses, kernel=DEFAULT) -> bytes: copy KV-cache blocks to arena addresses."},
     {"scatter", (PyCFunction)(void (*)(void))plan_scatter, METH_VARARGS | METH_KEYWORDS,
-     "scatter(blocks, addresses, kernel=best) -> bytes: copy arena addresses to KV-cache blocks."},
+     "scatter(blocks, addresses, kernel=DEFAULT) -> bytes: copy arena addresses to KV-cache blocks."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -614,7 +614,9 @@ PyMODINIT_FUNC PyInit__native(void) {
     if (plan_type == NULL || cuda_type == NULL || PyModule_AddObjectRef(module, "Plan", (PyObject *)plan_type) < 0 ||
         PyModule_AddObjectRef(module, "Cuda", cuda_type) < 0 ||
         PyModule_AddIntConstant(module, "MEMCPY", LA_KERNEL_MEMCPY) < 0 ||
-        PyModule_AddIntConstant(module, "AVX512", LA_KERNEL_AVX512) < 0) {
+        PyModule_AddIntConstant(module, "AVX512", LA_KERNEL_AVX512) < 0 ||
+        PyModule_AddIntConstant(module, "NEON", LA_KERNEL_NEON) < 0 ||
+        PyModule_AddIntConstant(module, "DEFAULT", la_kernel_default()) < 0) {
         Py_XDECREF(cuda_type);
         Py_DECREF(module);
         return NULL;

@@ -8,6 +8,8 @@ from typing import Any, final
 
 MEMCPY: int
 AVX512: int
+NEON: int
+DEFAULT: int
 
 def usable(kernel: int, /) -> bool: ...
 

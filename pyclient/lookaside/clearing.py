@@ -18,6 +18,7 @@ This module imports neither torch nor vLLM.
 from __future__ import annotations
 
 import glob
+import hashlib
 import logging
 import os
 import secrets
@@ -71,6 +72,10 @@ class _Rank(Subscriber):
         self._retry_at = 0.0
         self._leave_note()
 
+    def forget_space(self) -> None:
+        """No note is left before the next space is known."""
+        self._fingerprint = ""
+
     def advance(self) -> None:
         """Take in the answer if it is there, and ask anew if none is awaited."""
         if self._out is not None:
@@ -92,7 +97,7 @@ class _Rank(Subscriber):
         self._out, self._out_notes = (self.wanted, pending), self._notes | self._found
 
     def _take(self, resets: int, reply: object) -> None:
-        where = self.session.options.endpoint
+        where = self.session.options.where
         if isinstance(reply, wire.Cleared):
             self.cleared = resets
             self._pause_s = _RETRY_FIRST_S
@@ -117,7 +122,7 @@ class _Rank(Subscriber):
         if not self._fingerprint:
             return  # never connected: the space's fingerprint is not known
         path = os.path.join(
-            self.session.options.endpoint, f"void-{self._fingerprint}-{secrets.token_hex(8)}"
+            self.session.options.endpoint, f"{self._note_prefix()}{secrets.token_hex(8)}"
         )
         try:
             os.close(
@@ -130,18 +135,27 @@ class _Rank(Subscriber):
             return
         self._notes.add(path)
 
+    def _note_prefix(self) -> str:
+        """Return how the names of the space's notes begin.
+
+        A sidecar of another host has a directory that cannot be reached. Its notes are in that of
+        the sidecar that carries the session, and have its address in their names, because two
+        sidecars may hold one space.
+        """
+        remote = self.session.options.remote
+        whose = hashlib.sha256(remote.encode()).hexdigest()[:16] + "-" if remote else ""
+        return f"void-{whose}{self._fingerprint}-"
+
     # ---- session.Subscriber, on the session's thread ----
 
     def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
         with self._clearing._lock:
             self._fingerprint = welcome.fingerprint.hex()
-            pattern = os.path.join(
-                glob.escape(session.options.endpoint), f"void-{self._fingerprint}-*"
-            )
+            pattern = os.path.join(glob.escape(session.options.endpoint), f"{self._note_prefix()}*")
             self._found = set(glob.glob(pattern)) - self._notes
             if self._found:
                 logger.warning(
-                    "the space at %s was reset while its sidecar was away", session.options.endpoint
+                    "the space at %s was reset while its sidecar was away", session.options.where
                 )
             if self.cleared < self.wanted and not self._notes:
                 self._leave_note()
@@ -193,6 +207,12 @@ class Clearing:
                 timeout_s,
             )
             return self._clean
+
+    def move(self) -> None:
+        """The sessions go on in other spaces. Call only while is_clean."""
+        with self._lock:
+            for rank in self._ranks:
+                rank.forget_space()
 
     def close(self) -> None:
         """Stop asking. The notes stay for the next engine. Safe to call again."""

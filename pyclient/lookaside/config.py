@@ -20,6 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lookaside import hints
+from lookaside.wire import MAX_EPOCH_BYTES
+
 PREFIX = "lookaside."
 
 # sun_path holds 108 bytes with its terminator.
@@ -67,9 +70,14 @@ class Config:
     endpoint: str
     """Directory of the sidecar. ``{rank}`` (pp_rank * tp_size + tp_rank) and ``{dp_rank}`` are
     filled in."""
+    remote_endpoint: str | tuple[str, ...] | None = None
+    """Where sidecars of other hosts accept this engine's scheduler: host:port with ``{host}`` and
+    the ranks, or one for each rank, empty for a rank of this host. None: as the workers say."""
     chunk_tokens: int = 256
     """Tokens stored and moved as one unit; adjusted down to a multiple of the block, at least one
     block."""
+    tenant: str = ""
+    """The tenant of requests that name none; empty: nobody."""
     save_decode: bool = True
     """Whether pages that generated tokens filled are stored too."""
     lookup_wait_ms: int = 1
@@ -92,6 +100,10 @@ class Config:
     """How long a load may take before it is reported as failed."""
     reset_timeout_ms: int = 2_000
     """How long reset_cache waits for every rank to clear its space; it succeeds in any case."""
+    weights_epoch: str = ""
+    """The name of the weights that the engine starts with, where it has one."""
+    watch_weights: bool = True
+    """Whether the weights are compared when they may have changed."""
     autostart: bool = False
     """Start a sidecar on the endpoint if none answers."""
     arena_limit: int | None = None
@@ -112,6 +124,22 @@ class Config:
     def endpoint_for(self, rank: int, dp_rank: int) -> str:
         """Return the directory of one rank's sidecar."""
         return self.endpoint.format(rank=rank, dp_rank=dp_rank)
+
+    def listed_endpoints(self, dp_rank: int) -> tuple[str, ...] | None:
+        """Return remote_endpoint by rank, empty for a rank of this host; None if it lists none."""
+        if not isinstance(self.remote_endpoint, tuple):
+            return None
+        return tuple(
+            each.format(host="", rank=rank, dp_rank=dp_rank)
+            for rank, each in enumerate(self.remote_endpoint)
+        )
+
+    def address_for(self, rank: int, dp_rank: int, host: str) -> str:
+        """Return host:port of the sidecar of a rank of another host; empty if not configured."""
+        if not isinstance(self.remote_endpoint, str):
+            return ""
+        host = f"[{host}]" if ":" in host else host
+        return self.remote_endpoint.format(host=host, rank=rank, dp_rank=dp_rank)
 
     @property
     def one_sidecar(self) -> bool:
@@ -142,6 +170,13 @@ class Config:
             f"{PREFIX}chunk_tokens={self.chunk_tokens} is not a multiple of the"
             f" block of {page_tokens} tokens; using {pages * page_tokens}"
         )
+
+
+def _tenant(value: object) -> str:
+    try:
+        return hints.tenant(value) if value != "" else ""
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _boolean(value: object) -> bool:
@@ -188,6 +223,14 @@ def _path(value: object) -> str:
     return path
 
 
+def _epoch(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ConfigError(f"{value!r} is not a printable string")
+    if len(value.encode()) > MAX_EPOCH_BYTES:
+        raise ConfigError(f"{value!r} is longer than {MAX_EPOCH_BYTES} bytes")
+    return value
+
+
 def _arguments(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         try:
@@ -222,6 +265,32 @@ def _endpoint(value: object) -> str:
     return template
 
 
+def _remote_endpoint(value: object) -> str | tuple[str, ...]:
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ConfigError("an empty list: leave the setting out")
+        return tuple(each if each == "" else _address(each, {"rank", "dp_rank"}) for each in value)
+    return _address(value, {"host", "rank", "dp_rank"})
+
+
+def _address(value: object, allowed: set[str]) -> str:
+    """Return a template of host:port, in which only the allowed names stand in braces."""
+    template = _text(value)
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        if not names <= allowed:
+            raise ValueError
+        host, colon, port = template.format(host="host", rank=9, dp_rank=9).rpartition(":")
+    except (ValueError, LookupError):
+        braces = ", ".join(f"{{{name}}}" for name in sorted(allowed))
+        raise ConfigError(f"{value!r}: only {braces} may stand in braces") from None
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{value!r} is not HOST:PORT")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ConfigError(f"{value!r}: an IPv6 address stands in brackets")
+    return template
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """How one setting is read, and the text of its line in the docs."""
@@ -242,12 +311,29 @@ SETTINGS: dict[str, Setting] = {
         "sidecar, "
         "else all ranks of an instance have the same one.",
     ),
+    "remote_endpoint": Setting(
+        _remote_endpoint,
+        "host:port, or a list",
+        "as the workers say",
+        "For an engine whose ranks are on several hosts: where the sidecars of other hosts accept "
+        "this engine's scheduler (`hosts.listen` there). `{host}` becomes the address that vLLM "
+        "has for the rank's host, `{rank}` and `{dp_rank}` are filled in. A list has one address "
+        'for each rank, and `""` for a rank of the scheduler\'s host. See '
+        "[deployment.md](deployment.md#ranks-on-several-hosts).",
+    ),
     "chunk_tokens": Setting(
         _integer(1, 1 << 20),
         "tokens",
         "256",
         "Tokens stored and moved as one unit. Not a multiple of vLLM's block: adjusted down, to "
         "at least one block, with a warning. Instances that share must agree on it.",
+    ),
+    "tenant": Setting(
+        _tenant,
+        "name",
+        "none",
+        "The tenant to whom requests are counted that name none in their "
+        "[hints](#hints-and-tenants).",
     ),
     "save_decode": Setting(
         _boolean,
@@ -327,6 +413,21 @@ SETTINGS: dict[str, Setting] = {
         "How long resetting the cache waits for every rank's sidecar to clear its space. The reset "
         "succeeds "
         "in any case: until a sidecar has cleared the space, nothing of it is hit.",
+    ),
+    "weights_epoch": Setting(
+        _epoch,
+        "name",
+        "none",
+        "What the weights that vLLM starts with are called, if they are not those that the model's "
+        "path names. Instances share only with the same name; see [below](#sleep-and-new-weights).",
+    ),
+    "watch_weights": Setting(
+        _boolean,
+        "true/false",
+        "true",
+        "Compare the weights when vLLM starts, pauses or is called in a way that may change them. "
+        "false: every pause clears what is stored, and new weights must be named or the cache "
+        "reset.",
     ),
     "autostart": Setting(
         _boolean,

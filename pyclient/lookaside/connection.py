@@ -28,7 +28,7 @@ import msgspec
 
 from lookaside import notices, wire
 from lookaside.control import Control
-from lookaside.endpoint import open_endpoint
+from lookaside.endpoint import HOSTS_SOCKET_NAME, SOCKET_NAME, open_endpoint
 from lookaside.handshake import SessionOptions, greet, welcomed
 from lookaside.heartbeat import Heartbeat
 from lookaside.line import HandshakeError, Line, close_all
@@ -67,6 +67,10 @@ class Audience(Protocol):
 
     def regions_ready(self) -> None:
         """The sidecar has added all regions that it begins with."""
+        ...
+
+    def name_weights(self, epoch: str) -> None:
+        """An operator has named the engine's weights."""
         ...
 
 
@@ -128,11 +132,15 @@ class Connection:
 
         self._lock = lock
         # Guarded by _lock, all below.
-        self.line: Line | None = Line(open_endpoint(options.endpoint))
+        self.line: Line | None = Line(
+            open_endpoint(options.endpoint, HOSTS_SOCKET_NAME if options.remote else SOCKET_NAME)
+        )
         """None once the connection has ended."""
         self.welcome: wire.Welcome | None = None
         self.connected = False
         """The handshake is over, and the connection has not ended."""
+        self.left = False
+        """It ends because the session moves to another space."""
         self.suspect = False
         """The sidecar has missed a deadline and said nothing since."""
         self._control: Control | None = None
@@ -216,6 +224,13 @@ class Connection:
                 return
             self.suspect = True
         self._wakeup.set()
+
+    def leave(self) -> None:
+        """End the connection soon, on its thread; it is not connected from now on.
+
+        The caller holds _lock, and sets the wakeup afterwards.
+        """
+        self.left, self.connected = True, False
 
     def _give_up(self, pending: Pending) -> Any:
         with self._lock:
@@ -321,6 +336,8 @@ class Connection:
             with self._lock:
                 if self._broken is not None:
                     raise ConnectionResetError(self._broken)
+                if self.left:
+                    return
                 self._flush()
                 suspect = self.suspect
                 events = select.POLLIN | (select.POLLOUT if self._outbox else 0)
@@ -365,6 +382,8 @@ class Connection:
             self._audience.regions_ready()
         elif isinstance(message, wire.Notice):
             notices.show(message.text)
+        elif isinstance(message, wire.NameWeights):
+            self._audience.name_weights(message.epoch)
         elif isinstance(message, _REPLIES):
             self._answer(message)
         elif not isinstance(message, wire.Pong):

@@ -14,16 +14,19 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from lookaside import interface
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
-        KVConnectorTransferResults,  # what failed as a whole: from 0.30 on
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
@@ -33,18 +36,21 @@ except ImportError as error:
     except ImportError:
         _found = "none"
     raise ImportError(
-        f"lookaside needs vLLM 0.30 to 0.32; found vLLM {_found}, which does not do: {error}"
+        f"lookaside needs vLLM {interface.TESTED[0]} to {interface.TESTED[1]}; found vLLM {_found},"
+        f" which does not do: {error}"
     ) from error
 
 from lookaside import config as settings
-from lookaside import space
+from lookaside import sleeping, space
 from lookaside.calltimes import CallTimes
-from lookaside.metadata import LookasideMetadata
+from lookaside.metadata import LookasideHandshake, LookasideMetadata
+from lookaside.places import Place
 from lookaside.stats import Collector, LookasidePromMetrics, LookasideStats
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -57,6 +63,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lookaside.scheduler import SchedulerConnector
+    from lookaside.scheduler.epochs import Epochs
     from lookaside.worker import WorkerConnector
 
 logger = logging.getLogger("vllm.lookaside")
@@ -125,6 +132,9 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     "kv_producer" and "kv_consumer" for an instance that only stores or only loads.
     """
 
+    unknown_methods: frozenset[str]
+    """Abstract methods of vLLM's base class that are not implemented here."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -144,7 +154,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
 
         config = settings.parse(self._kv_transfer_config.kv_connector_extra_config)
         is_scheduler = role == KVConnectorRole.SCHEDULER
-        idle = space.idle_reason(vllm_config, kv_cache_config)
+        idle = interface.idle_reason(type(self)) or space.idle_reason(vllm_config, kv_cache_config)
         if idle is not None:
             if is_scheduler:
                 logger.warning("lookaside: idle, nothing is stored or loaded: %s", idle)
@@ -163,11 +173,14 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             from lookaside.worker import WorkerConnector
 
             self._worker = WorkerConnector(config, vllm_config, kv_cache_config, self._stats)
+            sleeping.follow(vllm_config)
 
     def _warn(
         self, config: settings.Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Log once what the user should change, in one of the roles."""
+        """Log once what the user should know or change, in one of the roles."""
+        for note in interface.notes():
+            logger.info("lookaside: %s", note)
         policy = getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
             logger.warning(
@@ -194,6 +207,11 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             method,
             exc_info=error,
         )
+
+    @property
+    def lookaside_epochs(self) -> Epochs | None:
+        """What is to be told of calls that may change weights (enginecalls.py)."""
+        return None if self._scheduler is None else self._scheduler.epochs
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -274,12 +292,59 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
 
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
 
+    @_contained(_nothing)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
+        """Learn from the workers where their sidecars are. Under MultiConnector the metadata may be
+        another connector's."""
+        if self._scheduler is None:
+            return
+        places: dict[int, Place] = {}
+        for each in metadata.values():
+            if isinstance(each, LookasideHandshake):
+                places.update(each.places)
+        self._scheduler.learn(places)
+
     # ---- worker role ----
+
+    @_contained(_nothing)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return where this rank's sidecar is, if ranks may be on several hosts.
+
+        MultiConnector passes the first metadata of its connectors to all of them, and others would
+        take ours for their own. There the scheduler learns it with the first step.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        if self._worker is None or get_kv_transfer_group() is not self:
+            return None
+        places = self._worker.places()
+        return LookasideHandshake(places) if places else None
 
     @_contained(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """True: no copy touches the KV cache between unregister_kv_caches and restore_kv_caches,
+        and addresses are the same after them. Called by vLLM 0.33 and later."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """End all copies, because vLLM takes the KV cache's memory away. Safe to call again.
+
+        Called by vLLM 0.33 and later, and before that by sleeping.py. If it raises, vLLM does not
+        go to sleep. That is better than a copy to memory that is gone.
+        """
+        if self._worker is not None:
+            self._worker.quiesce()
+
+    @_contained(_nothing)
+    def restore_kv_caches(self) -> None:
+        """Let copies begin again: the KV cache is back. Called as unregister_kv_caches is."""
+        if self._worker is not None:
+            self._worker.resume()
 
     @_timed(_nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -324,10 +389,13 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             return None, None
         return self._worker.get_finished(finished_req_ids)
 
-    @_timed(KVConnectorTransferResults)
+    @_timed(lambda: base.KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return what get_finished does, and which loads failed as a whole."""
-        results = KVConnectorTransferResults()
+        """Return what get_finished does, and which loads failed as a whole.
+
+        Called by vLLM 0.30 and later, in place of get_finished.
+        """
+        results = base.KVConnectorTransferResults()
         if self._worker is not None:
             _, received = self._worker.get_finished(finished_req_ids)
             results.finished_recving = received or set()
@@ -390,6 +458,12 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         return LookasidePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# Methods that a newer vLLM wants every connector to have, and this one lacks. Python would refuse
+# to make the connector, and vLLM would not start. It is made and stays idle instead (interface.py).
+LookasideConnector.unknown_methods = LookasideConnector.__abstractmethods__
+LookasideConnector.__abstractmethods__ = frozenset()
 
 
 def _check_early() -> None:

@@ -25,8 +25,8 @@ import numpy as np
 from lookaside import _native
 from lookaside.layout import PageLayout, Segment
 
-# Forces a copy kernel: "memcpy" or "avx512". Meant for tests and for telling a slow machine from a
-# slow kernel.
+# Forces a copy kernel: "memcpy", "avx512" or "neon". Meant for tests and for telling a slow machine
+# from a slow kernel.
 KERNEL_ENV = "LOOKASIDE_COPY_KERNEL"
 
 # One thread copies at some 12 GB/s here and two at 21 (the memory's limit); more would only take
@@ -250,17 +250,17 @@ class Plans:
         return found
 
 
-def best_kernel() -> int:
-    """Return the copy kernel to use here. Raises ValueError if the environment forces one that
-    cannot run."""
+def copy_kernel() -> int:
+    """Return the copy kernel to use here: the native part's default, or the one that the
+    environment forces. Raises ValueError if that one cannot run."""
     forced = os.environ.get(KERNEL_ENV, "")
     if not forced:
-        return _native.AVX512 if _native.usable(_native.AVX512) else _native.MEMCPY
-    kernel = {"memcpy": _native.MEMCPY, "avx512": _native.AVX512}.get(forced)
+        return _native.DEFAULT
+    kernels = {"memcpy": _native.MEMCPY, "avx512": _native.AVX512, "neon": _native.NEON}
+    kernel = kernels.get(forced)
     if kernel is None or not _native.usable(kernel):
-        raise ValueError(
-            f"{KERNEL_ENV}={forced!r}: must be 'memcpy' or 'avx512', and run on this CPU"
-        )
+        usable = ", ".join(repr(k) for k, number in kernels.items() if _native.usable(number))
+        raise ValueError(f"{KERNEL_ENV}={forced!r}: on this CPU it must be one of {usable}")
     return kernel
 
 
@@ -269,7 +269,7 @@ class CpuCopies:
 
     def __init__(self, layout: PageLayout, threads: int = POOL_THREADS) -> None:
         self._plans = Plans(layout)
-        self._kernel = best_kernel()
+        self._kernel = copy_kernel()
         self._threads = threads
         self._pool = ThreadPoolExecutor(
             threads, thread_name_prefix="lookaside-copy", initializer=use_all_cores

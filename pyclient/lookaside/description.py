@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lookaside.kvgroups import is_state, keeps_state, specs_of, window_tokens
+from lookaside.kvgroups import dcp_size, is_state, keeps_state, specs_of, window_tokens
 
 # Flags of a CPU by which kernels choose how to lay a state out.
 _CPU_FLAGS = ("asimd", "bf16", "avx2", "avx512f", "avx512_bf16", "amx_tile")
@@ -62,6 +62,12 @@ def describe(
         described = {}
     if any(keeps_state(group) for group in groups):
         described["state_isa"] = _cpu_flags()
+    if dcp_size(vllm_config) > 1:
+        parallel = getattr(vllm_config, "parallel_config", None)
+        # How many tokens in a row are one rank's. vLLM prefers the older name of the setting.
+        older = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
+        newer = getattr(parallel, "cp_kv_cache_interleave_size", 1)
+        described["interleave"] = str(older if older > 1 else newer)
     compilation = getattr(vllm_config, "compilation_config", None)
     modules = getattr(compilation, "static_forward_context", None) or {}
     layers = [modules[name] for name in specs if name in modules]

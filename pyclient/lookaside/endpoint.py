@@ -13,6 +13,9 @@ from lookaside import wire
 SOCKET_NAME = "session.sock"
 """The session socket's name in the sidecar's directory."""
 
+HOSTS_SOCKET_NAME = "hosts.sock"
+"""The name of the socket for sessions with sidecars of other hosts."""
+
 _SUN_PATH_BYTES = 107
 
 
@@ -24,14 +27,14 @@ class EndpointAbsent(EndpointError):
     """Nothing listens at the endpoint."""
 
 
-def open_endpoint(directory: str) -> socket.socket:
-    """Connect to the session socket of a sidecar's directory, without blocking.
+def open_endpoint(directory: str, name: str = SOCKET_NAME) -> socket.socket:
+    """Connect to a socket of a sidecar's directory, without blocking.
 
     The directory and the process behind the socket must belong to this user, and nobody else may be
     able to put a socket there. Raises EndpointAbsent if nothing listens, EndpointError for a
     directory that cannot be trusted.
     """
-    path = os.path.join(directory, SOCKET_NAME)
+    path = os.path.join(directory, name)
     if len(os.fsencode(path)) > _SUN_PATH_BYTES:
         raise EndpointError(
             f"{path!r} has {len(os.fsencode(path))} bytes; a Unix socket's path has room for "
@@ -46,6 +49,15 @@ def open_endpoint(directory: str) -> socket.socket:
         try:
             sock.connect(path)
         except (FileNotFoundError, ConnectionRefusedError) as error:
+            if (
+                name == HOSTS_SOCKET_NAME
+                and isinstance(error, FileNotFoundError)
+                and os.path.exists(os.path.join(directory, SOCKET_NAME))
+            ):
+                raise EndpointError(
+                    f"the sidecar in {directory} carries no sessions to other hosts: set "
+                    "hosts.token_file, or hosts.listen, as on those hosts"
+                ) from error
             raise EndpointAbsent(f"{path}: {error.strerror}") from error
         except BlockingIOError as error:
             raise EndpointError(f"{path}: too many clients wait to be accepted") from error

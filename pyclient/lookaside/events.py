@@ -105,6 +105,8 @@ class Block(NamedTuple):
     lora_id: int | None
     lora_name: str | None
     extra_keys: tuple[Any, ...] | None
+    lookahead: list[int]
+    """Tokens after the block that its hash covers too; none where vLLM's hashes cover none."""
 
 
 class EventBook:
@@ -116,15 +118,17 @@ class EventBook:
         page_tokens: int,
         digest_bytes: int,
         clock: Callable[[], float],
+        lookahead: int = 0,
         max_held: int = MAX_HELD,
         max_wanted: int = MAX_WANTED,
     ) -> None:
-        """feeds has one for each rank."""
+        """feeds has one for each rank. A hash covers lookahead tokens after its page, too."""
         self._feeds = tuple(feeds)
         self._all = (1 << len(self._feeds)) - 1
         self._page = page_tokens
         self._digest = digest_bytes
         self._clock = clock
+        self._lookahead = lookahead
         self._max_held, self._max_wanted = max_held, max_wanted
         self._held: dict[bytes, int] = {}  # by digest: a bit for each rank that holds it
         self._announced: dict[bytes, bytes] = {}  # held by all: name -> vLLM's hash
@@ -155,7 +159,8 @@ class EventBook:
                     list(request.all_token_ids[start:end]),
                     lora.adapter_id if lora is not None else None,
                     lora.name if lora is not None else None,
-                    _extra_keys(request, start, end),
+                    _extra_keys(request, start, end, self._lookahead),
+                    list(request.all_token_ids[end : end + self._lookahead]),
                 )
                 if self._held.get(digest) == self._all:
                     self._announce(digest, block)
@@ -237,8 +242,11 @@ class EventBook:
             self._out.append((block_hash, None))
 
 
-def _extra_keys(request: Request, start: int, end: int) -> tuple[Any, ...] | None:
-    """Return what made a block's hash besides its tokens; None if nothing did."""
+def _extra_keys(request: Request, start: int, end: int, lookahead: int) -> tuple[Any, ...] | None:
+    """Return what made a block's hash besides tokens; None if nothing did.
+
+    That of the lookahead tokens after the block counts, as the hash covers them.
+    """
     if not (
         request.lora_request
         or getattr(request, "mm_features", None)
@@ -247,7 +255,7 @@ def _extra_keys(request: Request, start: int, end: int) -> tuple[Any, ...] | Non
         return None
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-    return generate_block_hash_extra_keys(request, start, end, 0)[0]
+    return generate_block_hash_extra_keys(request, start, end + lookahead, 0)[0]
 
 
 def _events(changes: list[tuple[bytes, Block | None]], page_tokens: int) -> list[Any]:
@@ -307,6 +315,9 @@ def _stored(hashes: list[Any], blocks: list[Block], page_tokens: int) -> Any:
         lora_id=first.lora_id,
         lora_name=first.lora_name,
         extra_keys=plain(keys) if any(key is not None for key in keys) else None,
+        lookahead_token_ids=(
+            [each.lookahead for each in blocks] if any(each.lookahead for each in blocks) else None
+        ),
     )
 
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lookaside import interface
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
@@ -73,9 +75,14 @@ def read(request: Request) -> Promise | None:
 class PageNames:
     """Names the page that a prefix ends in. Holds nothing of a request."""
 
-    def __init__(self, vllm_config: VllmConfig, page_tokens: int, hashes_per_page: int) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, page_tokens: int, hashes_per_page: int, lookahead: int
+    ) -> None:
+        """lookahead is how many tokens after a block its hash covers. Where it does, the end of a
+        prompt has no name: the tokens after it are not known."""
         from vllm.utils.hashing import get_hash_fn_by_name
 
+        self._names_parts = not lookahead and interface.lacks("tails") is None
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._page = page_tokens
         self._hashes_per_page = hashes_per_page
@@ -90,7 +97,7 @@ class PageNames:
         before = request.block_hashes[pages * self._hashes_per_page - 1] if pages else None
         if not left:
             return bytes(before or b"")
-        if request.prompt_embeds is not None:
+        if not self._names_parts or request.prompt_embeds is not None:
             return b""
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 

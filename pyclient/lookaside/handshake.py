@@ -50,6 +50,14 @@ class SessionOptions:
     """How many ranks a scheduler speaks for, from ``rank`` on. All of them hold the same pages."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """What else must agree for bytes to be reusable; part of the fingerprint."""
+    remote: str = ""
+    """Of a scheduler: host:port of the sidecar of another host that the session is with. The one in
+    the directory carries it. Empty: the session is with that one."""
+
+    @property
+    def where(self) -> str:
+        """The sidecar that the session is with, for people."""
+        return f"{self.remote} (through {self.endpoint})" if self.remote else self.endpoint
 
 
 def greet(line: Line, options: SessionOptions, held: Sequence[int] = ()) -> None:
@@ -70,6 +78,11 @@ def greet(line: Line, options: SessionOptions, held: Sequence[int] = ()) -> None
     )
     # A sidecar without room for us may have refused and closed already.
     with contextlib.suppress(BrokenPipeError):
+        if options.remote:
+            line.socket.send(
+                wire.encode(wire.Reach(wire.VERSION, options.remote)),
+                socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL,
+            )
         line.socket.sendmsg(
             [wire.encode(hello)],
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", held))] if held else [],

@@ -43,6 +43,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lookaside import interface
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
@@ -182,18 +184,15 @@ _followers: weakref.WeakSet[Identities] = weakref.WeakSet()
 _wrapped = threading.Lock()
 
 
-def _follow_loads(follower: Identities) -> bool:
-    """Have the follower told of each adapter that is loaded from now on.
-
-    Returns False if this vLLM has no method to wrap.
-    """
+def _follow_loads(follower: Identities) -> None:
+    """Have the follower told of each adapter that is loaded from now on."""
     from vllm.v1.engine.core import EngineCore
 
     with _wrapped:
         _followers.add(follower)
-        original = getattr(EngineCore, "add_lora", None)
-        if original is None or hasattr(original, "lookaside"):
-            return original is not None
+        original = EngineCore.add_lora
+        if hasattr(original, "lookaside"):
+            return
 
         @functools.wraps(original)
         def add_lora(engine: Any, lora_request: LoRARequest, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +208,6 @@ def _follow_loads(follower: Identities) -> bool:
 
         add_lora.lookaside = True  # type: ignore[attr-defined]
         EngineCore.add_lora = add_lora  # type: ignore[method-assign]
-        return True
 
 
 class Identities:
@@ -218,8 +216,10 @@ class Identities:
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = getattr(vllm_config, "lora_config", None)
         self._settings = _settings_of(config)
-        self._follows = config is not None and _follow_loads(self)
-        self._path_in_hash = config is not None and _path_in_hash()
+        self._follows = config is not None and interface.lacks("adapters") is None
+        if self._follows:
+            _follow_loads(self)
+        self._path_in_hash = self._follows and _path_in_hash()
         # By the adapter's number: the files that it was loaded from.
         self._loaded: dict[int, tuple[str, _Files | None]] = {}
         # By what vLLM's hash has of the adapter.

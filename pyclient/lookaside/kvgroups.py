@@ -4,7 +4,8 @@ Of a group with full attention a page has all blocks.
 
 Of a sliding window, a page has only the blocks that the window of some hit can reach. Hits end
 where pages do. So a block that ends more than the window before a page's end is never read again,
-and vLLM may have freed it by then.
+and vLLM may have freed it by then. With drafts of several modules vLLM keeps a few tokens more than
+the window; it names the blocks of these too, so that a hit must fill them.
 
 For layers that keep a *state* (Mamba and its kin, in vLLM's mode "align"), vLLM has a block at some
 pages' ends only: the state there stands for all tokens before. A state is a page of its own, one
@@ -24,9 +25,8 @@ from typing import Any, NamedTuple
 # subclasses are not included: each of them (sinks, reference windows, hidden states) has rules of
 # its own.
 FULL_ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-# Specs whose blocks vLLM frees once the window has left them behind. Subclasses are not included:
-# they keep more than their window, or less.
-WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
+# Specs whose blocks vLLM frees once the window has left them behind.
+WINDOW_SPECS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
 # Specs whose block is a state of all tokens before its end.
 STATE_SPECS = frozenset({"MambaSpec"})
 
@@ -40,18 +40,35 @@ class Share(NamedTuple):
     state: bool = False  # a hit needs the block at its end, which has a page of its own
 
 
-def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...]:
-    """Return what each group has of a page. page_tokens is a multiple of all block sizes."""
+def dcp_size(vllm_config: Any) -> int:
+    """Return among how many ranks the tokens of a block are divided (decode context
+    parallelism)."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    return getattr(parallel, "decode_context_parallel_size", 1)
+
+
+def block_tokens(group: Any, dcp: int) -> int:
+    """Return how many tokens a group's block has, on all the ranks together that divide them."""
+    spec = group.kv_cache_spec
+    divided = getattr(spec, "dcp_sharded", not keeps_state(group))
+    return spec.block_size * (dcp if divided else 1)
+
+
+def shares(kv_cache_groups: Sequence[Any], page_tokens: int, dcp: int = 1) -> tuple[Share, ...]:
+    """Return what each group has of a page. page_tokens is a multiple of all blocks' tokens.
+
+    dcp is among how many ranks these are divided (decode context parallelism).
+    """
     found = []
     for group in kv_cache_groups:
-        block, window = group.kv_cache_spec.block_size, window_tokens(group)
+        block, kept = block_tokens(group, dcp), kept_tokens(group)
         blocks = page_tokens // block
         if keeps_state(group):
             found.append(Share(blocks, 0, 1, state=True))
             continue
         # Blocks that vLLM needs at a hit; it has the null block in place of all before.
-        reach = -(-(window - 1) // block) if window else 0
-        found.append(Share(blocks, min(blocks, reach) if window else blocks, reach))
+        reach = -(-kept // block)
+        found.append(Share(blocks, min(blocks, reach) if kept else blocks, reach))
     return tuple(found)
 
 
@@ -62,6 +79,18 @@ def window_tokens(group: Any) -> int:
     """
     (window,) = {spec.sliding_window for spec in specs_of(group) if is_window(spec)} or {0}
     return window
+
+
+def kept_tokens(group: Any) -> int:
+    """Return how many tokens vLLM keeps of a sliding window before the next token; 0 for a group
+    without a window."""
+    kept = {
+        spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
+        for spec in specs_of(group)
+        if is_window(spec)
+    }
+    (tokens,) = kept or {0}
+    return tokens
 
 
 def keeps_state(group: Any) -> bool:
@@ -110,7 +139,11 @@ def _group_fault(group: Any) -> str | None:
     if fault is not None:
         return fault
     alike = {
-        (spec.block_size, spec.sliding_window if is_window(spec) else 0, is_state(spec))
+        (
+            spec.block_size,
+            is_window(spec) and (spec.sliding_window, getattr(spec, "extra_retained_tokens", 0)),
+            is_state(spec),
+        )
         for spec in specs
     }
     if len(alike) != 1:
@@ -130,12 +163,14 @@ def _spec_fault(spec: Any) -> str | None:
         return f"{name} of a kind that vLLM does not share between prompts"
     if is_state(spec) and spec.mamba_cache_mode != "align":
         return f"vLLM shares states with --mamba-cache-mode align only, not {spec.mamba_cache_mode}"
-    if is_state(spec) and spec.num_speculative_blocks:
-        return "states beside speculative decoding are not supported"
     if getattr(spec, "non_causal", False):
         return "attention is not causal, so prefixes cannot be shared"
-    if is_window(spec) and (spec.sliding_window < 2 or getattr(spec, "extra_retained_tokens", 0)):
-        return "a sliding window that attends to one token only, or keeps more than it attends to"
+    if is_window(spec) and spec.sliding_window < 2:
+        return "a sliding window that attends to one token only"
+    if is_window(spec) and (
+        getattr(spec, "model_version", None) or getattr(spec, "tokens_per_state", 1) != 1
+    ):
+        return "a sliding window that compresses tokens"
     return None
 
 

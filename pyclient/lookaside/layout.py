@@ -5,6 +5,9 @@ each with a block table of its own (full attention and sliding windows, say). Th
 tokens of one *scheduler block*, the least common multiple of all groups' blocks. It has one or more
 blocks of each group, side by side; each is a *column* of the page. kvgroups.py says which blocks.
 
+With decode context parallelism a block has the tokens of several ranks, and each rank has every
+n-th of them in its own block. Then a rank's page is its own part of these tokens.
+
 vLLM (0.29 and later) gives each layer a logical view [B', H, N, C] into one allocation; the
 physical order differs by backend, and kernels may split blocks (B' = num_blocks * ratio). From
 shape and strides we derive the runs of bytes that a block consists of, and join neighbours. The
@@ -30,7 +33,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from lookaside.description import describe, layer_shape
-from lookaside.kvgroups import Share, config_fault, is_state, layer_specs, shares
+from lookaside.kvgroups import (
+    Share,
+    block_tokens,
+    config_fault,
+    dcp_size,
+    is_state,
+    layer_specs,
+    shares,
+)
 
 # A block of 200 layers with 256 heads a layer, each a run of its own, stays below this.
 MAX_SEGMENTS = 1 << 16
@@ -116,8 +127,9 @@ def build_layout(
         for name, spec in layer_specs(group)
     }
     cache = _read(kv_cache_config, kv_caches, specs)
-    page_tokens = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
-    parts = shares(groups, page_tokens)
+    dcp = dcp_size(vllm_config)
+    page_tokens = math.lcm(*(block_tokens(group, dcp) for group in groups))
+    parts = shares(groups, page_tokens, dcp)
     segments, page_bytes = _lay_out(cache.runs, parts)
     return PageLayout(
         segments=tuple(segments),

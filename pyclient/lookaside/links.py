@@ -91,7 +91,7 @@ class Link:
         The endpoint changes when another process takes the session over.
         """
         welcome = self._session.welcome
-        if welcome is None or welcome.session != self.session_id:
+        if welcome is None or welcome.session != self.session_id or not welcome.lookup_endpoint:
             return False
         try:
             push = self._push

@@ -207,12 +207,13 @@ class LookupClient:
         hashes: bytes,
         recompute_us: int = 0,
         prefill_s: float = 0.0,
+        tenant: str = "",
     ) -> Lookup:
         """Look up the pages with these digests, of which the first is page first_page.
 
         prev is the digest of the page before it. recompute_us is how long vLLM takes to compute a
         page, 0 if that is not known. prefill_s is what computing all that a hit can save would
-        take.
+        take. What is asked and hit is counted to tenant.
         """
         self._links.adopt()
         lookup_id = next(self._ids) & 0xFFFFFFFFFFFFFFFF
@@ -241,6 +242,7 @@ class LookupClient:
                 hashes,
                 self._deadline_ms,
                 recompute_us,
+                tenant,
             )
             if not link.send(wire.encode(question)):
                 self._count("lookups_unasked")
@@ -251,6 +253,24 @@ class LookupClient:
                 self._give_up(lookup, known=None)
                 break
         return lookup
+
+    def advise(self, hashes: bytes, action: int, ms: int, priority: int, tenant: str) -> bool:
+        """Advise every rank about the pages with these digests, from a prefix's first one on.
+
+        action is one of wire.ADVISE_*. A rank that is absent, or does not read, is passed over.
+        Returns whether all were told.
+        """
+        self._links.adopt()
+        sent = bool(hashes)
+        for link in self._links.present:
+            if link is None:
+                sent = False
+                continue
+            advice = wire.Advise(
+                link.session_id, link.secret, 0, b"", hashes, action, ms, priority, tenant
+            )
+            sent = link.send(wire.encode(advice)) and sent
+        return sent
 
     def wait(self, lookup: Lookup, timeout_s: float) -> int | None:
         """Poll until the answer is in, for timeout_s at most. For tools: a scheduler must not

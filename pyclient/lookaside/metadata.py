@@ -10,12 +10,15 @@ through them in any order.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
+from lookaside.places import Place
 from lookaside.wire import LeaseRef
 
 
@@ -63,7 +66,8 @@ class SaveSpec:
     and a state's page nothing else.)
 
     With ``divided`` the ranks that hold the same pages (space.replicas) store every n-th chunk
-    each, by the chunk's number in the prefix. Otherwise each rank stores all.
+    each, by the chunk's number in the prefix. Otherwise each rank stores all. ``hints`` are the
+    fields of the PrepareStore that the request's hints fill (hints.py).
     """
 
     save_id: int
@@ -73,6 +77,7 @@ class SaveSpec:
     hashes: bytes
     block_ids: list[int]
     divided: bool = False
+    hints: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,10 +98,20 @@ class LookasideMetadata(KVConnectorMetadata):
     aborted: list[str] = field(default_factory=list)
     timed: int = 0
     idle: bool = False
+    epoch: str | None = None
+    """The epoch of weights that all of this is of (scheduler/epochs.py). A worker whose session is
+    of another one moves. None: as before."""
 
     def is_empty(self) -> bool:
         """Report whether the step has nothing for the workers to do."""
         return not (self.loads or self.saves or self.aborted or self.timed)
+
+
+@dataclass
+class LookasideHandshake(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler before the engine serves: where its rank's sidecar is."""
+
+    places: dict[int, Place]
 
 
 @dataclass
@@ -107,13 +122,15 @@ class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
     a request id to how many ranks could not load it; the scheduler offers it no hit again.
     ``forward_seconds`` maps the number of a timed step to how long the slowest rank's forward took.
     ``copies`` maps a request id to how many pages were copied in for it, and to the seconds that
-    this took on the slowest rank.
+    this took on the slowest rank. ``places`` maps a rank to where its sidecar is, if that is not
+    what it reported before.
     """
 
     saves_done: dict[int, int] = field(default_factory=dict)
     loads_failed: dict[str, int] = field(default_factory=dict)
     forward_seconds: dict[int, float] = field(default_factory=dict)
     copies: dict[str, tuple[int, float]] = field(default_factory=dict)
+    places: dict[int, Place] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LookasideWorkerMetadata:
         """Return the reports of both together; neither operand changes."""
@@ -132,8 +149,15 @@ class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
         for request_id, (pages, took) in other.copies.items():
             had = copies.get(request_id, (pages, 0.0))
             copies[request_id] = (min(pages, had[0]), max(took, had[1]))
-        return LookasideWorkerMetadata(done, failed, seconds, copies)
+        places = {**self.places, **other.places}
+        return LookasideWorkerMetadata(done, failed, seconds, copies, places)
 
     def is_empty(self) -> bool:
         """Report whether there is nothing to tell the scheduler."""
-        return not (self.saves_done or self.loads_failed or self.forward_seconds or self.copies)
+        return not (
+            self.saves_done
+            or self.loads_failed
+            or self.forward_seconds
+            or self.copies
+            or self.places
+        )

@@ -23,16 +23,24 @@ _EAGER_AFTER_S = 1.0
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_LAST_S = 1.0
 _REFUSED_BACKOFF_S = 5.0
+# Refusals whose reason may pass by itself.
+_PASSING = ("busy", "draining", "unreachable")
+# The field of a space on which the two roles of an engine differ while they move.
+_EPOCH = "weights_epoch"
 
 
 class Retries:
     """The pauses between the attempts of one session, which grow. For its thread alone."""
 
     def __init__(
-        self, endpoint: str, log: RateLimitedLog, on_absent: Callable[[], None] | None
+        self,
+        where: Callable[[], str],
+        log: RateLimitedLog,
+        on_absent: Callable[[], None] | None,
     ) -> None:
-        """on_absent is called, in place of a warning, each time nothing listens."""
-        self._endpoint = endpoint
+        """where names the sidecar. on_absent is called, in place of a warning, each time nothing
+        listens."""
+        self._where = where
         self._log = log
         self._on_absent = on_absent
         self._backoff = _BACKOFF_FIRST_S
@@ -43,6 +51,16 @@ class Retries:
         """Note a success: the next pause is short again."""
         self._backoff = _BACKOFF_FIRST_S
         self._connected_at = time.monotonic()
+
+    def hurry(self) -> float:
+        """Return how long to pause after the session has moved: attempts come often for a while.
+
+        The sidecar refuses one role in the new space for as long as the other is in the old one.
+        """
+        self._connected_at = None
+        self._backoff = _BACKOFF_FIRST_S
+        self._eager_until = time.monotonic() + _EAGER_FOR_S
+        return 0.0
 
     def pause_s(self, error: Exception | None) -> float:
         """Log why an attempt or its session has ended; return how long to pause.
@@ -71,9 +89,9 @@ class Retries:
         if isinstance(error, RefusedError):
             return self._pause_after_refusal(error, backoff)
         if isinstance(error, EndpointError | HandshakeError | RegionError | OSError):
-            self._log.warning(type(error).__name__, "session with %s: %s", self._endpoint, error)
+            self._log.warning(type(error).__name__, "session with %s: %s", self._where(), error)
             return _BACKOFF_LAST_S if isinstance(error, EndpointError) else backoff
-        self._log.warning("bug", "session with %s", self._endpoint, exc_info=True)
+        self._log.warning("bug", "session with %s", self._where(), exc_info=True)
         return _BACKOFF_LAST_S
 
     def _report_absent(self, error: EndpointAbsent) -> None:
@@ -87,23 +105,24 @@ class Retries:
 
     def _pause_after_refusal(self, error: RefusedError, backoff: float) -> float:
         code, field = error.refusal.code, error.refusal.field
-        if code == "no_worker":
-            # Its worker has not connected yet. That is an order of arrival, no fault.
-            logger.debug("sidecar at %s: %s", self._endpoint, error)
+        if code == "no_worker" or field == _EPOCH:
+            # Its worker has not connected yet, or the other role is still in the space of another
+            # epoch. That is an order of arrival, no fault.
+            logger.debug("sidecar at %s: %s", self._where(), error)
             return backoff
         self._log.warning(
             f"refused {code} {field}",
             "the sidecar at %s refused this engine: %s",
-            self._endpoint,
+            self._where(),
             error,
         )
-        return backoff if code in ("busy", "draining") else _REFUSED_BACKOFF_S
+        return backoff if code in _PASSING else _REFUSED_BACKOFF_S
 
 
 def _may_pass_soon(error: Exception | None) -> bool:
     """Report whether an attempt may have ended because the sidecar is being replaced."""
     if isinstance(error, RefusedError):
-        return error.refusal.code == "no_worker"
+        return error.refusal.code in ("no_worker", "unreachable") or error.refusal.field == _EPOCH
     if isinstance(error, EndpointError):
         return isinstance(error, EndpointAbsent)
     return isinstance(error, HandshakeError | OSError)

@@ -28,7 +28,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lookaside import wire
@@ -65,6 +66,9 @@ class Subscriber:
 
     def on_region_removed(self, session: Session, region: int) -> None:
         """The sidecar wants a region unmapped, and a RegionUnmapped once it is."""
+
+    def on_weights_named(self, session: Session, epoch: str) -> None:
+        """An operator has named the weights that the engine has, or is about to have."""
 
     def on_lost(self, session: Session) -> None:
         """The session that on_connected announced is over."""
@@ -122,6 +126,10 @@ class _Subscribers:
         for subscriber in self._greeted:
             subscriber.on_regions_ready(self._session)
 
+    def name_weights(self, epoch: str) -> None:
+        for subscriber in self._greeted:
+            subscriber.on_weights_named(self._session, epoch)
+
     def note_lost(self) -> None:
         """Tell those who were told of the connection that it is over."""
         with self._lock:
@@ -159,10 +167,11 @@ class Session:
         """on_absent is called on the session's thread, in place of a warning, each time nothing
         listens. held returns the descriptors to send with a Hello, which the session closes."""
         self.options = options
+        """Replaced, never changed; the next connection is of what it is then."""
         self._held = held
         self._log = RateLimitedLog(logger)
         # The thread's own.
-        self._retries = Retries(options.endpoint, self._log, on_absent)
+        self._retries = Retries(lambda: self.options.where, self._log, on_absent)
         self._lost_at: float | None = None  # since when there is no session that was there before
         self._wakeup = Wakeup()
         # Written by start and close, on whatever thread.
@@ -220,6 +229,17 @@ class Session:
         self._wakeup.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
+
+    def move(self, fields: Mapping[str, str]) -> None:
+        """Connect anew with other fields, in another space. Any thread may call it.
+
+        connected is false on return, and true again when a sidecar has welcomed the session there.
+        """
+        with self._lock:
+            self.options = replace(self.options, fields=dict(fields))
+            if self._connection is not None:
+                self._connection.leave()
+        self._wakeup.set()
 
     # ---- state ----
 
@@ -356,7 +376,7 @@ class Session:
             self._retries.note_connected()
             self._settled.set()
             connection.serve()
-            return self._retries.pause_s(None)
+            return self._retries.pause_s(None) if not connection.left else self._retries.hurry()
         except Exception as error:
             if isinstance(error, RefusedError):
                 with self._lock:
@@ -378,14 +398,14 @@ class Session:
         welcome = connection.shake_hands()
         self._end_claims(but=connection.line)
         with self._lock:
-            connection.connected = True
+            connection.connected = not connection.left
             self._refused = None
             self._subscribers.note_connected()
         self._up.set()
         logger.info(
             "session %x with the sidecar at %s: %d regions, generation %x",
             welcome.session,
-            options.endpoint,
+            options.where,
             welcome.regions,
             welcome.generation,
         )

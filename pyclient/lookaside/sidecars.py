@@ -1,7 +1,8 @@
 """The scheduler role's sessions with the sidecars of all ranks, as one thing.
 
-An engine with N ranks has N sidecars on its scheduler's host, or one for all of them. They are
-connected in the background. Until all of them are connected, everything is a miss.
+An engine with N ranks has N sidecars, or one for all ranks of a host. They are connected in the
+background; those of other hosts as places.py says. Until all of them are connected, everything is a
+miss.
 
 A session is of one space of one sidecar. Ranks that hold the same pages (space.replicas) have the
 same space. If they have the same sidecar too, one session speaks for all of them: a page is looked
@@ -10,8 +11,10 @@ up, and leased, once.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lookaside import space, wire
@@ -20,7 +23,8 @@ from lookaside.config import Config
 from lookaside.events import SessionFeed
 from lookaside.handshake import SessionOptions
 from lookaside.lookups import Lookup, LookupClient
-from lookaside.session import Session
+from lookaside.places import Place, Places
+from lookaside.session import Session, Subscriber
 from lookaside.stats import Collector
 
 if TYPE_CHECKING:
@@ -46,7 +50,25 @@ class RankSidecars:
         geometry, _ = space.geometry(config, vllm_config, kv_cache_config)
         transfer: Any = vllm_config.kv_transfer_config
         self._replicas = space.replicas(vllm_config, kv_cache_config)
+        self._held_back = False
+        self._named: str | None = None  # written by the sessions' threads
+        heads = space.same_heads(vllm_config, kv_cache_config)
         together = self._replicas if config.one_sidecar else 1
+        if together > 1:
+            # Ranks of several hosts have several sidecars, whatever their directory is called.
+            together = math.gcd(together, max(1, where.ranks // space.hosts(vllm_config)))
+        # Of each session's space, without the epoch, by the session's first rank.
+        self._fields = {
+            rank: space.space_fields(
+                vllm_config,
+                place=rank % where.stage_size,
+                pp_rank=rank // where.stage_size,
+                heads=heads,
+                engine_id=transfer.engine_id,
+                geometry=geometry,
+            )
+            for rank in range(0, where.ranks, together)
+        }
         self.sessions = [
             Session(
                 SessionOptions(
@@ -59,20 +81,18 @@ class RankSidecars:
                     page_bytes=0,  # only the worker knows
                     pages_per_chunk=geometry.pages_per_chunk,
                     digest_bytes=geometry.digest_bytes,
-                    fields=space.space_fields(
-                        vllm_config,
-                        tp_rank=rank % where.tp_size,
-                        pp_rank=rank // where.tp_size,
-                        replicas=self._replicas,
-                        engine_id=transfer.engine_id,
-                        geometry=geometry,
-                    ),
+                    fields=space.with_epoch(fields, config.weights_epoch),
                 ),
                 # The worker starts the sidecar, and logs what there is to log.
                 on_absent=(lambda: None) if config.autostart else None,
             )
-            for rank in range(0, where.ranks, together)
+            for rank, fields in self._fields.items()
         ]
+        for session in self.sessions:
+            session.subscribe(_Namer(self))
+        self._places = Places(
+            config, where.dp_rank, self.sessions, space.may_span_hosts(vllm_config)
+        )
         self._clearing = Clearing(self.sessions)
         self._lookups = LookupClient(
             self.sessions,
@@ -83,14 +103,52 @@ class RankSidecars:
         )
 
     def connect(self) -> None:
-        """Begin to connect, and keep connecting, in the background. Call once."""
-        for session in self.sessions:
-            session.start()
+        """Begin to connect, and keep connecting, in the background. Call once.
+
+        Where ranks may be on several hosts, sessions begin as learn is told of their sidecars.
+        """
+        self._places.start()
+
+    def learn(self, places: Mapping[int, Place]) -> None:
+        """Take in where workers have their sidecars, by rank."""
+        self._places.learn(places)
 
     @property
     def available(self) -> bool:
-        """Whether every rank's sidecar is connected, and has cleared what a reset made void."""
-        return self._clearing.is_clean and all(session.connected for session in self.sessions)
+        """Whether every rank's sidecar is connected and has cleared what a reset made void, and
+        nothing holds it back."""
+        return (
+            not self._held_back
+            and self._clearing.is_clean
+            and all(session.connected for session in self.sessions)
+        )
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every rank's sidecar has cleared what a reset made void."""
+        return self._clearing.is_clean
+
+    def hold_back(self) -> None:
+        """Be not available until go_on or move is called."""
+        self._held_back = True
+
+    def go_on(self) -> None:
+        """Be available as before hold_back."""
+        self._held_back = False
+
+    def move(self, epoch: str) -> None:
+        """Connect anew in the space of this epoch of weights. Call only while clean."""
+        self._clearing.move()
+        for session, fields in zip(self.sessions, self._fields.values(), strict=True):
+            session.move(space.with_epoch(fields, epoch))
+        self._held_back = False
+
+    def take_named(self) -> str | None:
+        """Return the epoch that an operator has named since the last call; None if none was."""
+        if self._named is None:
+            return None
+        named, self._named = self._named, None
+        return named
 
     @property
     def lease_s(self) -> float:
@@ -123,11 +181,12 @@ class RankSidecars:
         """
         if self._replicas == 1:
             return False
-        if self.sessions[0].options.ranks > 1:
+        each = self.sessions[0].options.ranks
+        if each == self._replicas:
             return True
-        for first in range(0, len(self.sessions), self._replicas):
+        for first in range(0, len(self.sessions), self._replicas // each):
             welcomes = [
-                session.welcome for session in self.sessions[first : first + self._replicas]
+                session.welcome for session in self.sessions[first : first + self._replicas // each]
             ]
             peers = {welcome.peers if welcome is not None else 0 for welcome in welcomes}
             if len(peers) > 1 or 0 in peers:
@@ -135,10 +194,20 @@ class RankSidecars:
         return True
 
     def start(
-        self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float = 0.0
+        self,
+        first_page: int,
+        prev: bytes,
+        hashes: bytes,
+        recompute_us: int,
+        prefill_s: float = 0.0,
+        tenant: str = "",
     ) -> Lookup:
         """Look up on all ranks; a miss if one of them cannot be asked."""
-        return self._lookups.start(first_page, prev, hashes, recompute_us, prefill_s)
+        return self._lookups.start(first_page, prev, hashes, recompute_us, prefill_s, tenant)
+
+    def advise(self, hashes: bytes, action: int, ms: int, priority: int, tenant: str) -> bool:
+        """Advise all ranks about the pages of a prefix; return whether all were told."""
+        return self._lookups.advise(hashes, action, ms, priority, tenant)
 
     def feeds(self) -> list[SessionFeed]:
         """Return what reports the pages that each rank's sidecar holds."""
@@ -158,9 +227,9 @@ class RankSidecars:
         """
         told: set[str] = set()
         for session in self.sessions:
-            endpoint = session.options.endpoint
-            if endpoint not in told and session.available:
-                told.add(endpoint)
+            where = session.options.where
+            if where not in told and session.available:
+                told.add(where)
                 session.send(wire.Prefilled(tokens, found, loaded), session.session_id)
 
     def clear(self, timeout_s: float) -> bool:
@@ -177,3 +246,13 @@ class RankSidecars:
             session.close()
         # Last: a session that is just connecting makes its lookup sockets.
         self._lookups.close()
+
+
+class _Namer(Subscriber):
+    """Notes the epochs that operators name."""
+
+    def __init__(self, sidecars: RankSidecars) -> None:
+        self._sidecars = sidecars
+
+    def on_weights_named(self, session: Session, epoch: str) -> None:
+        self._sidecars._named = epoch

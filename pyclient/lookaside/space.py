@@ -15,6 +15,8 @@ the objects that it is given.
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -22,8 +24,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lookaside import interface
 from lookaside.config import Config
-from lookaside.kvgroups import config_fault, keeps_state, specs_of, window_tokens
+from lookaside.kvgroups import config_fault, dcp_size, keeps_state, specs_of, window_tokens
 
 _FIELD_BYTES = 512
 _NON_CRYPTOGRAPHIC = ("xxhash", "xxhash_cbor")
@@ -65,17 +68,30 @@ _PLAIN_HEADS = frozenset({
 })  # fmt: skip
 
 
+# Methods of speculation that look for drafts in the text, and keep no KV.
+_DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
+
+
 class World(NamedTuple):
-    """The ranks of one engine: ``rank = pp_rank * tp_size + tp_rank``."""
+    """The ranks of one engine: ``rank = (pp_rank * pcp_size + pcp_rank) * tp_size + tp_rank``.
+
+    The ranks of one stage of the pipeline are its *places*: ``place = rank % stage_size``.
+    """
 
     tp_size: int
+    pcp_size: int
     pp_size: int
     dp_rank: int
 
     @property
+    def stage_size(self) -> int:
+        """Workers of one stage of the pipeline."""
+        return self.tp_size * self.pcp_size
+
+    @property
     def ranks(self) -> int:
         """Workers of one engine."""
-        return self.tp_size * self.pp_size
+        return self.stage_size * self.pp_size
 
 
 class Geometry(NamedTuple):
@@ -94,7 +110,28 @@ def world(vllm_config: Any) -> World:
     dp_rank = getattr(parallel, "data_parallel_index", None)
     if dp_rank is None:
         dp_rank = parallel.data_parallel_rank
-    return World(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, dp_rank)
+    return World(
+        parallel.tensor_parallel_size,
+        getattr(parallel, "prefill_context_parallel_size", 1),
+        parallel.pipeline_parallel_size,
+        dp_rank,
+    )
+
+
+def may_span_hosts(vllm_config: Any) -> bool:
+    """Report whether ranks of one engine may be on several hosts."""
+    parallel = vllm_config.parallel_config
+    if world(vllm_config).ranks == 1:
+        return False
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    name = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+    return hosts(vllm_config) > 1 or "ray" in name.lower()
+
+
+def hosts(vllm_config: Any) -> int:
+    """Return on how many hosts the ranks of one engine are, as far as its configuration says."""
+    parallel = vllm_config.parallel_config
+    return getattr(parallel, "nnodes_within_dp", None) or getattr(parallel, "nnodes", None) or 1
 
 
 def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
@@ -105,15 +142,13 @@ def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is disabled; start vLLM with --enable-prefix-caching"
-    for kind in ("prefill", "decode"):
-        if getattr(vllm_config.parallel_config, f"{kind}_context_parallel_size", 1) > 1:
-            return f"{kind} context parallelism is not supported"
     fault = config_fault(kv_cache_config)
     if fault is not None or not is_hybrid(kv_cache_config):
         return fault
-    if uses_drafts(vllm_config, kv_cache_config):
-        return "draft layers beside a sliding window or several KV-cache groups are not supported"
-    return None
+    fault = interface.lacks("groups")
+    if fault is None and has_states(kv_cache_config):
+        fault = interface.lacks("states")
+    return fault
 
 
 def is_hybrid(kv_cache_config: Any) -> bool:
@@ -128,7 +163,11 @@ def has_states(kv_cache_config: Any) -> bool:
 
 
 def uses_drafts(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Report whether layers of a draft model lie in the same pages."""
+    """Report whether pages have layers of a draft head that reads ahead (EAGLE, MTP).
+
+    What such a layer keeps for a token depends on the token after it. A draft model of its own
+    reads no further than its token, so that its layers are like all others.
+    """
     if any(getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups):
         return True
     speculative = vllm_config.speculative_config
@@ -136,6 +175,28 @@ def uses_drafts(vllm_config: Any, kv_cache_config: Any) -> bool:
         return False
     drops = getattr(speculative, "use_eagle_block_drop", None) or speculative.use_eagle
     return drops()
+
+
+def draft_lag(vllm_config: Any) -> int:
+    """Return for how many computed tokens, the last ones, draft layers are not final yet.
+
+    Of several MTP modules in a row, each reads one token further ahead than the one before it. What
+    it reads beyond the sampled token is a guess, which the next step replaces.
+    """
+    ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if ahead is None:  # before vLLM 0.32
+        speculative = vllm_config.speculative_config
+        several = getattr(speculative, "use_multi_module_mtp", None)
+        ahead = speculative.num_speculative_tokens if several is not None and several() else 0
+    return max(0, ahead - 1)
+
+
+def lookahead_tokens(vllm_config: Any) -> int:
+    """Return how many tokens after its block vLLM's block hash covers, for draft layers.
+
+    vLLM before 0.33 has no such hashes. A block has no hash before these tokens are known.
+    """
+    return getattr(vllm_config, "num_hash_lookahead_tokens", 0)
 
 
 def geometry(config: Config, vllm_config: Any, kv_cache_config: Any) -> tuple[Geometry, str | None]:
@@ -179,20 +240,38 @@ def hash_warning(vllm_config: Any) -> str | None:
 
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return how many consecutive TP ranks hold the very same pages; 1 where that is not certain.
+    """Return how many consecutive ranks hold the very same pages; 1 where that is not certain.
+
+    Both roles of one engine compute the same. With decode context parallelism, ranks in a row have
+    different tokens. With prefill context parallelism alone, each has all of them.
+    """
+    where, heads = world(vllm_config), same_heads(vllm_config, kv_cache_config)
+    if dcp_size(vllm_config) > 1:
+        return 1
+    if heads == where.tp_size and vllm_config.speculative_config is None:
+        return where.stage_size
+    return heads
+
+
+def same_heads(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return how many consecutive TP ranks have the same KV heads; 1 where that is not certain.
 
     Both roles of one engine compute the same. For layers that are not split by heads (MLA) vLLM
-    itself knows, for all layers together. For KV heads that are too few for the ranks it does not.
-    That case is found here, for models whose layers are known to be all alike.
+    itself knows, for all layers together, but not with decode context parallelism. For KV heads
+    that are too few for the ranks it does not. These cases are found here, for models whose layers
+    are known to be all alike.
     """
-    parallel = vllm_config.parallel_config
-    tp = parallel.tensor_parallel_size
-    for kind in ("prefill", "decode"):
-        if getattr(parallel, f"{kind}_context_parallel_size", 1) > 1:
-            return 1  # the ranks have different tokens
+    tp = vllm_config.parallel_config.tensor_parallel_size
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return 1
     told = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    if (
+        dcp_size(vllm_config) > 1
+        and vllm_config.model_config.use_mla
+        and vllm_config.speculative_config is None
+        and not has_states(kv_cache_config)
+    ):
+        told = tp
     if told == 1 and (heads := _plain_heads(vllm_config, kv_cache_config)):
         told = tp // heads if tp % heads == 0 else 1
     return told if told > 1 and tp % told == 0 else 1
@@ -229,24 +308,27 @@ def _plain_heads(vllm_config: Any, kv_cache_config: Any) -> int:
 
 def space_fields(
     vllm_config: Any,
-    tp_rank: int,
+    place: int,
     pp_rank: int,
     *,
-    replicas: int,
+    heads: int,
     engine_id: str,
     geometry: Geometry,
 ) -> dict[str, str]:
-    """Return the fields that either role of ``engine_id`` declares for one rank.
+    """Return the fields that either role of ``engine_id`` declares for one rank: that with this
+    place in its stage of the pipeline.
 
-    Both roles of one engine compute equal fields, and so do ranks that hold the same pages
-    (replicas). Keys and values are short strings (values at most 512 bytes; longer ones are
-    replaced by a digest).
+    heads is what same_heads returns. Both roles of one engine compute equal fields, and so do ranks
+    that hold the same pages. Keys and values are short strings (values at most 512 bytes; longer
+    ones are replaced by a digest).
     """
     from vllm import __version__ as vllm_version
 
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
+    where, dcp = world(vllm_config), dcp_size(vllm_config)
+    pcp_rank, tp_rank = divmod(place, where.tp_size)
     load = vllm_config.load_config
     load_format = _plain(getattr(load, "load_format", "auto"))
 
@@ -261,7 +343,7 @@ def space_fields(
         "disable_sliding_window": str(getattr(model, "disable_sliding_window", False)),
         "rope_length": _rope_length(model),
         "dtype": str(model.dtype),
-        "kv_dtype": str(cache.cache_dtype),
+        "kv_dtype": _kv_dtype(str(cache.cache_dtype), engine_id),
         "kv_dtype_skip_layers": ",".join(
             map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())
         ),
@@ -270,13 +352,17 @@ def space_fields(
         "draft": _draft(vllm_config),
         "tp": str(parallel.tensor_parallel_size),
         "pp": str(parallel.pipeline_parallel_size),
-        "tp_shard": f"{tp_rank // replicas}/{parallel.tensor_parallel_size // replicas}",
+        "tp_shard": f"{tp_rank // heads}/{where.tp_size // heads}",
         "pp_rank": str(pp_rank),
         "hash": cache.prefix_caching_hash_algo,
         "none_hash": _none_hash(cache.prefix_caching_hash_algo, engine_id),
-        "hash_keys": _key_format(cache.prefix_caching_hash_algo),
+        "hash_keys": _key_format(cache.prefix_caching_hash_algo, lookahead_tokens(vllm_config)),
         "vllm": ".".join(vllm_version.split(".")[:2]),
     }
+    if where.pcp_size > 1:
+        fields["pcp"] = str(where.pcp_size)
+    if dcp > 1:  # its groups go along the ranks of PCP, then along those of TP
+        fields["dcp_shard"] = f"{(tp_rank * where.pcp_size + pcp_rank) % dcp}/{dcp}"
     if geometry.hashes_per_page > 1:  # else one block, of as many tokens as the page
         fields["hash_tokens"] = str(geometry.page_tokens // geometry.hashes_per_page)
     if getattr(cache, "calculate_kv_scales", False):
@@ -286,6 +372,14 @@ def space_fields(
         key: value if len(value.encode()) <= _FIELD_BYTES else _digest_of(value)
         for key, value in fields.items()
     }
+
+
+def with_epoch(fields: Mapping[str, str], epoch: str) -> dict[str, str]:
+    """Return the fields of a space with those of an epoch of its weights.
+
+    Without a name the epoch is that of the weights that the field "weights" names.
+    """
+    return {**fields, "weights_epoch": epoch} if epoch else dict(fields)
 
 
 def _plain(value: object) -> str:
@@ -322,6 +416,41 @@ def _weights_identity(model: Any, load_format: str) -> str:
     return f"commit:{commit}"
 
 
+def _kv_dtype(name: str, engine_id: str) -> str:
+    """Return the data type of the KV cache, and of a plug-in's type, which plug-in that is.
+
+    From 0.33 on plug-ins may bring types of their own, or replace vLLM's. Their name does not tell
+    two of them apart, nor two releases of one.
+    """
+    settings = importlib.import_module("vllm.config.cache")
+    find = getattr(settings, "get_kv_cache_dtype_handler", None)
+    handler = find(name) if find is not None else None
+    if handler is None:
+        return name
+    return f"{name} {_release_of(type(handler)) or f'engine:{engine_id}'}"
+
+
+def _release_of(cls: type) -> str:
+    """Return a class with the release of the package that it is from.
+
+    That is a digest of all that the package has installed. Empty if the class is from no package,
+    or from one that is installed as editable: its files change without a trace.
+    """
+    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    names = importlib.metadata.packages_distributions().get(cls.__module__.partition(".")[0], ())
+    for name in names:
+        package = importlib.metadata.distribution(name)
+        files = [file for file in package.files or () if file.hash is not None]
+        places = {os.path.realpath(file.locate()) for file in files}
+        if path is None or os.path.realpath(path) not in places:
+            continue
+        # Scripts have the path of the interpreter in them, and lie outside of the package's place.
+        known = sorted(f"{file} {file.hash}" for file in files if not str(file).startswith(".."))
+        digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:32]
+        return f"{cls.__module__}.{cls.__qualname__} of {name} {package.version} {digest}"
+    return ""
+
+
 def _rope_length(model: Any) -> str:
     """Return the context length where a rope that depends on it is used, else empty."""
     text = getattr(model, "hf_text_config", None)
@@ -347,12 +476,15 @@ def _inputs(model: Any) -> str:
 
 
 def _draft(vllm_config: Any) -> str:
-    """Return the draft model whose layers lie in the same pages, if there is one."""
+    """Return the draft model whose layers lie in the same pages; empty if there is none."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None:
         return ""
+    method = _plain(getattr(speculative, "method", ""))
+    if method in _DRAFTS_WITHOUT_KV:
+        return ""
     draft = getattr(speculative, "draft_model_config", None)
-    parts = [_plain(getattr(speculative, "method", ""))]
+    parts = [method]
     if draft is not None:
         parts += [_model_name(draft.model), str(draft.revision), _weights_identity(draft, "auto")]
     return "|".join(parts)
@@ -375,11 +507,11 @@ def _none_hash(algorithm: str, engine_id: str) -> str:
     return function(resolve(function)).hex()
 
 
-def _key_format(algorithm: str) -> str:
+def _key_format(algorithm: str, lookahead: int) -> str:
     """Return how vLLM feeds a block to the hash: the form of its extra keys, found by a trial.
 
     The form changed between versions without a name of its own. Algorithms that hash pickles depend
-    on Python's version as well.
+    on Python's version as well. lookahead is how many tokens after its block a hash covers.
     """
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -402,6 +534,8 @@ def _key_format(algorithm: str) -> str:
         from vllm import __version__
 
         keys = f"vllm {__version__}"
+    if lookahead:
+        keys += f" lookahead {lookahead}"
     if not algorithm.endswith("_cbor"):
         keys += f" python {sys.version_info.major}.{sys.version_info.minor}"
     return hashlib.sha256(keys.encode()).hexdigest()[:32]

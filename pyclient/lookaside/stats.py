@@ -47,6 +47,9 @@ COUNTERS: dict[str, str] = {
     "regions_kept": "Regions that it had mapped already, in an earlier session.",
     "mapped_bytes": "Bytes of the regions that were mapped.",
     "kept_bytes": "Bytes of the regions that were mapped already.",
+    "hints": "Hints that requests had, by their name.",
+    "hints_ignored": "Hints that were left out, by the reason.",
+    "epochs": "Times that vLLM went on with other weights, in another space.",
     "errors": "Failures inside the connector that were turned into misses.",
 }
 """Counter name to its meaning; the names are the keys of the statistics."""
@@ -58,14 +61,16 @@ GAUGES: dict[str, str] = {
 }
 """Gauge name to its meaning; of several values the newest counts."""
 
-LABELLED: dict[str, str] = {"call_seconds": "call"}
-"""Histogram name to the label that it has of its own. Its observations are named NAME:VALUE."""
+LABELLED: dict[str, str] = {"call_seconds": "call", "hints": "hint", "hints_ignored": "reason"}
+"""Counter or histogram name to the label that it has of its own. What is counted or observed is
+named NAME:VALUE."""
 
 HISTOGRAMS: dict[str, str] = {
     "lookup_seconds": "Time from sending a lookup to using its answer.",
     "lookup_wait_seconds": "Time that a call of the scheduler waited for a lookup's answer.",
     "load_seconds": "Time that a load took in a worker.",
     "call_seconds": "Time that one of vLLM's calls of the connector took, by its name.",
+    "weights_seconds": "Time that it took to compare the weights, while vLLM waited.",
     "save_seconds": "Time that a save took in a worker, waiting for room included.",
 }
 
@@ -127,7 +132,7 @@ class Collector:
         self._times: dict[str, list[float]] = {}  # guarded by _lock
 
     def add(self, name: str, count: int = 1) -> None:
-        """Add to a counter of COUNTERS."""
+        """Add to a counter of COUNTERS, or to one of its labels: NAME:VALUE."""
         if count:
             with self._lock:
                 self._counts[name] = self._counts.get(name, 0) + count
@@ -154,6 +159,10 @@ class Collector:
         return LookasideStats(data=data)
 
 
+def _own_label(name: str) -> list[str]:
+    return [LABELLED[name]] if name in LABELLED else []
+
+
 class LookasidePromMetrics(KVConnectorPromMetrics):
     """``vllm:lookaside_*`` in vLLM's own Prometheus registry."""
 
@@ -169,7 +178,9 @@ class LookasidePromMetrics(KVConnectorPromMetrics):
         histogram: Any = self._histogram_cls  # typed as if it were any metric
         for name, meaning in COUNTERS.items():
             self._metrics[name] = self._counter_cls(
-                name=f"vllm:lookaside_{name}", documentation=meaning, labelnames=labelnames
+                name=f"vllm:lookaside_{name}",
+                documentation=meaning,
+                labelnames=[*labelnames, *_own_label(name)],
             )
         gauge: Any = self._gauge_cls
         for name, meaning in GAUGES.items():
@@ -180,12 +191,11 @@ class LookasidePromMetrics(KVConnectorPromMetrics):
                 labelnames=labelnames,
             )
         for name, meaning in HISTOGRAMS.items():
-            own = [LABELLED[name]] if name in LABELLED else []
             self._metrics[name] = histogram(
                 name=f"vllm:lookaside_{name}",
                 documentation=meaning,
                 buckets=_BUCKETS,
-                labelnames=[*labelnames, *own],
+                labelnames=[*labelnames, *_own_label(name)],
             )
         self._children: dict[tuple[int, str], Any] = {}
 

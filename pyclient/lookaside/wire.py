@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-VERSION = 10
+VERSION = 11
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -40,11 +40,28 @@ FINGERPRINT_BYTES = 32
 SECRET_BYTES = 16
 """The length of a session's secret, and of a ticket."""
 
+MAX_EPOCH_BYTES = 256
+"""The longest name of an epoch of weights."""
+
 NAMES_BYTES = 32
 """The length of the name of a load's pages."""
 
+MAX_TENANT_BYTES = 64
+"""The longest tenant, in UTF-8."""
+
+DEFAULT_PRIORITY = 50
+"""The priority of pages without hints. 1 is evicted first, MAX_PRIORITY last."""
+
+MAX_PRIORITY = 100
+
+ADVISE_RETAIN = 1
+ADVISE_PIN = 2
+ADVISE_PREFETCH = 3
+ADVISE_DEMOTE = 4
+"""The actions of Advise."""
+
 _EXTENT_BYTES = 25
-_OVERHEAD_BYTES = 96
+_OVERHEAD_BYTES = 160
 
 MAX_EXTENTS = (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // _EXTENT_BYTES
 """How many extents fit one packet, whatever their values."""
@@ -104,6 +121,7 @@ class VersionError(WireError):
         self.got = got
 
 
+_U8 = Annotated[int, Meta(ge=0, le=0xFF)]
 _U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 _U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 _U64 = Annotated[int, Meta(ge=0)]  # msgpack itself has nothing longer
@@ -184,10 +202,24 @@ class Refuse(Message, frozen=True, tag=3):
     message: _Text
 
 
+class Reach(Message, frozen=True, tag=80):
+    """Asks a sidecar to carry the session of the Hello that follows to another host's sidecar.
+
+    Sent on ``hosts.sock``. ``address`` is host:port where that sidecar accepts schedulers of other
+    hosts.
+    """
+
+    version: _U16
+    address: Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
 class PrepareStore(Message, frozen=True, tag=10):
     """Asks for room for the pages from ``first_page`` on that are not held.
 
-    Only chunks whose number in the prefix leaves ``which`` when divided by ``every`` count.
+    Only chunks whose number in the prefix leaves ``which`` when divided by ``every`` count. The
+    pages are counted to ``tenant``. The rest are hints: ``priority`` (0: none) orders evictions,
+    for ``retain_ms`` the pages are kept before others, for ``pin_ms`` they are not evicted at all,
+    and they are stored from their use number ``from_use`` on.
     """
 
     id: _U32
@@ -196,6 +228,11 @@ class PrepareStore(Message, frozen=True, tag=10):
     hashes: bytes
     every: _U32
     which: _U32
+    tenant: str = ""
+    priority: _U8 = 0
+    retain_ms: _U32 = 0
+    pin_ms: _U32 = 0
+    from_use: _U8 = 0
 
 
 class Extent(Message, frozen=True):
@@ -413,6 +450,15 @@ class Moved(Message, frozen=True, tag=46):
     reply_endpoint: _Text
 
 
+class NameWeights(Message, frozen=True, tag=47):
+    """Tells a scheduler what its weights are called: those that it has, or is about to have.
+
+    Comes when an operator asks for it; there is no reply.
+    """
+
+    epoch: Annotated[str, Meta(max_length=MAX_EPOCH_BYTES)]
+
+
 class Error(Message, frozen=True, tag=50):
     """Answers the request ``id`` instead of its grant."""
 
@@ -426,7 +472,7 @@ class Lookup(Message, frozen=True, tag=60):
 
     ``prev`` is the digest of page ``first_page - 1``, empty for page 0. The client waits for the
     answer for ``deadline_ms`` at most. ``recompute_us`` is how long computing one page takes
-    instead; 0: not known.
+    instead; 0: not known. What is asked for and hit is counted to ``tenant``.
     """
 
     session: _Id
@@ -437,6 +483,7 @@ class Lookup(Message, frozen=True, tag=60):
     hashes: bytes
     deadline_ms: _U32
     recompute_us: _U32
+    tenant: str = ""
 
 
 class LookupResult(Message, frozen=True, tag=61):
@@ -481,6 +528,25 @@ class LookupPending(Message, frozen=True, tag=64):
     eta_ms: _U32
 
 
+class Advise(Message, frozen=True, tag=65):
+    """Says how pages of a prefix that are held should be treated; there is no reply.
+
+    ``action`` is one of ADVISE_RETAIN (keep before others for ``ms``, ordered by ``priority``),
+    ADVISE_PIN (do not evict for ``ms``; 0 ends it), ADVISE_PREFETCH (bring up from the tiers) and
+    ADVISE_DEMOTE (write to the tiers, then evict before others).
+    """
+
+    session: _Id
+    secret: _Secret
+    first_page: _U32
+    prev: _Digest
+    hashes: bytes
+    action: _U8
+    ms: _U32 = 0
+    priority: _U8 = 0
+    tenant: str = ""
+
+
 AnyMessage = (
     Hello
     | Welcome
@@ -505,6 +571,7 @@ AnyMessage = (
     | RegionMapped
     | RegionsReady
     | Moved
+    | NameWeights
     | Notice
     | Error
     | Lookup
@@ -512,6 +579,7 @@ AnyMessage = (
     | Trim
     | Cancel
     | LookupPending
+    | Advise
 )
 
 
@@ -535,6 +603,7 @@ _Received = (
     | RegionRemoved
     | RegionsReady
     | Moved
+    | NameWeights
     | Notice
     | Error
     | LookupResult

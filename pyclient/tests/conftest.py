@@ -18,6 +18,7 @@ PATIENCE_S = {
     "lookaside.scheduler.identification._IDENTITY_PATIENCE_S": 60.0,
     "lookaside.connection._CONNECT_PATIENCE_S": 60.0,
     "lookaside.heartbeat._PONG_PATIENCE_S": 60.0,
+    "lookaside.scheduler.epochs._MOVE_PATIENCE_S": 60.0,
     "lookaside.worker.link._UNMAP_PATIENCE_S": 60.0,
     "lookaside.worker.loads._GRANT_PATIENCE_S": 60.0,
     "lookaside.worker.loads._IN_STEP_PATIENCE_S": 60.0,

@@ -34,6 +34,11 @@ static void fill(unsigned char *p, size_t n) {
     for (size_t i = 0; i < n; i++) p[i] = (unsigned char)draw();
 }
 
+/* The kernel of this machine with four streams; memcpy where there is none. */
+static la_kernel streams(void) {
+    return la_kernel_usable(LA_KERNEL_NEON) ? LA_KERNEL_NEON : la_kernel_default();
+}
+
 /* A pretended driver: copies at once. */
 static size_t single_copies, batch_copies;
 
@@ -98,8 +103,7 @@ static void copy_round(void) {
     la_cuda without = {.copy_to_device = to_device, .copy_to_host = to_host};
     for (int way = 0; way < 8; way++) {
         la_direction direction = way & 1 ? LA_SCATTER : LA_GATHER;
-        int kernel = way / 2 == 0 ? LA_KERNEL_MEMCPY : LA_KERNEL_AVX512;
-        if (way < 4 && !la_kernel_usable((la_kernel)kernel)) continue;
+        la_kernel kernel = way / 2 == 0 ? LA_KERNEL_MEMCPY : streams();
         fill(cache, cache_bytes);
         fill(arena, arena_bytes);
         memcpy(expected_cache, cache, cache_bytes);
@@ -117,7 +121,7 @@ static void copy_round(void) {
             }
         }
         if (way < 4) {
-            la_copy(&plan, (la_kernel)kernel, direction, blocks, addresses, count);
+            la_copy(&plan, kernel, direction, blocks, addresses, count);
         } else {
             int batched = way < 6;
             const char *call = NULL;
@@ -169,13 +173,15 @@ static void check_round(void) {
 /* Copies pages of a file of which only the first half is left, with whole pages between those that fail. */
 static void *guard_rounds(void *argument) {
     int file = *(int *)argument;
+    if (ftruncate(file, GUARD_PAGES * GUARD_PAGE) != 0) fail("file", 0, 0);
     unsigned char *arena = mmap(NULL, GUARD_PAGES * GUARD_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     unsigned char *cache = malloc(GUARD_PAGES * GUARD_PAGE);
     if (arena == MAP_FAILED || cache == NULL) fail("no memory", 0, 0);
+    if (ftruncate(file, GUARD_PAGES / 2 * GUARD_PAGE) != 0) fail("cut", 0, 0);
     la_segment segment = {(uintptr_t)cache, GUARD_PAGE, GUARD_PAGE, 0};
     la_plan plan = {.segments = &segment, .segment_count = 1, .num_blocks = GUARD_PAGES, .page_bytes = GUARD_PAGE};
     for (int i = 0; i < 400; i++) {
-        la_kernel kernel = i & 1 && la_kernel_usable(LA_KERNEL_AVX512) ? LA_KERNEL_AVX512 : LA_KERNEL_MEMCPY;
+        la_kernel kernel = i & 1 ? streams() : LA_KERNEL_MEMCPY;
         la_direction direction = i & 2 ? LA_SCATTER : LA_GATHER;
         int bad = i & 4, page = bad ? 2 : 1;
         int64_t block = 3;
@@ -197,7 +203,7 @@ static void guard_threads(void) {
     if (la_guard_install() != 0 || la_guard_install() != 0) fail("guard", 0, 0);
     for (int i = 0; i < 4; i++) {
         files[i] = memfd_create("cut", 0);
-        if (files[i] < 0 || ftruncate(files[i], GUARD_PAGES / 2 * GUARD_PAGE) != 0) fail("memfd", (uint64_t)i, 0);
+        if (files[i] < 0) fail("memfd", (uint64_t)i, 0);
         if (pthread_create(&threads[i], NULL, guard_rounds, &files[i]) != 0) fail("thread", (uint64_t)i, 0);
     }
     for (int i = 0; i < 4; i++) {

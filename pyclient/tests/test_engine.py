@@ -15,7 +15,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ from peer import until
 from readiness import ready
 from scheduling import (
     BLOCK,
+    WHOLE_FAILURES,
     Batch,
     Stand,
     contents,
     full_attention,
     make_config,
     make_kv_config,
+    skip_if_idle,
     sliding_window,
     state,
     tokens,
@@ -67,17 +69,18 @@ pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is no
 
 
 class Sidecar:
-    """One `lookaside serve`."""
+    """One `lookaside serve`, run by the command that wrap begins."""
 
-    def __init__(self, endpoint: Path, *arguments: str) -> None:
+    def __init__(self, endpoint: Path, *arguments: str, wrap: Sequence[str] = ()) -> None:
         self.endpoint = endpoint
         self.arguments = arguments
+        self.wrap = wrap
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [BINARY, "serve", "--runtime-dir", self.endpoint, "--arena-limit", "64M",
+            [*self.wrap, BINARY, "serve", "--runtime-dir", self.endpoint, "--arena-limit", "64M",
             "--arena-initial", "64M",
              "--arena-kind", "memfd", "--log-level", "warn", *self.arguments],
         )  # fmt: skip
@@ -106,7 +109,7 @@ class Ranks:
         parallel = config.parallel_config
         self.caches = []
         self.roles = []
-        for rank in range(parallel.tensor_parallel_size):
+        for rank in range(space.world(config).stage_size):
             mine = copy.copy(config)
             mine.parallel_config = copy.copy(parallel)
             mine.parallel_config.rank = rank
@@ -145,8 +148,9 @@ class Ranks:
                     del self.received[request_id]
                     assert output.finished_recving is not None
                     output.finished_recving.add(request_id)
-                    self.failed += request_id in one.failed_recving
-            output.failed_recving |= one.failed_recving
+                    self.failed += request_id in getattr(one, "failed_recving", ())
+            if WHOLE_FAILURES:
+                output.failed_recving |= one.failed_recving
             self.invalid += len(one.invalid_block_ids)
             output.invalid_block_ids |= one.invalid_block_ids
             answer = one.kv_connector_worker_meta
@@ -167,11 +171,13 @@ class Ranks:
         if not in_step:
             role.start_load_kv(None)
         role.wait_for_save()
-        results = role.get_transfer_results(batch.scheduled.finished_req_ids)
-        output.finished_recving, output.failed_recving = (
-            results.finished_recving,
-            results.failed_recving,
-        )
+        finished = batch.scheduled.finished_req_ids
+        if WHOLE_FAILURES:
+            results = role.get_transfer_results(finished)
+            output.finished_recving = results.finished_recving
+            output.failed_recving = results.failed_recving
+        else:
+            _, output.finished_recving = role.get_finished(finished)
         output.invalid_block_ids = role.get_block_ids_with_load_errors()
         output.kv_connector_worker_meta = role.build_connector_worker_meta()
         role.clear_connector_metadata()
@@ -251,7 +257,8 @@ class V2Ranks(Ranks):
         with set_forward_context({}, self.config, num_tokens=scheduled.total_num_scheduled_tokens):
             connector.pre_forward(scheduled)
             self.forward(batch, rank)
-        connector.finish_forward()
+        if hasattr(connector, "finish_forward"):  # from vLLM 0.30 on
+            connector.finish_forward()
         return connector.post_forward(scheduled.finished_req_ids)
 
 
@@ -382,6 +389,7 @@ def engines(model: Path, sidecars: list[Sidecar]) -> Iterator[Any]:
             **kwargs.pop("extra", {}),
         }
         specs, workers = kwargs.pop("specs", None), kwargs.pop("workers", Ranks)
+        skip_if_idle(specs)
         made.append(Engine(make_config(model, extra, **kwargs), specs, workers))
         return made[-1]
 
@@ -875,3 +883,73 @@ def test_a_stopped_sidecar_is_waited_for_once(engines, sidecars):
     sidecars[0].signal(signal.SIGCONT)
     engine.run()
     engine.settle()
+
+
+NEW = itertools.count(301)  # seeds of prompts that nobody has asked for
+
+
+def name_weights(engine: Engine, sidecar: Sidecar, epoch: str, weights: int) -> None:
+    """Give an engine other weights, and have an operator name them at one of its sidecars."""
+    client = str(engine.config.kv_transfer_config.engine_id)
+    command = [BINARY, "weights", epoch, "--engine", client, "--runtime-dir", sidecar.endpoint]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    until(lambda: engine.role.setup.sidecars._named == epoch)
+    engine.workers.weights = weights
+    engine.forget_local()
+    engine.ask(tokens(2 * BLOCK, seed=next(NEW)))  # with it the sessions move; never a hit
+    engine.connect()
+    # A scheduler may be welcomed a moment before its worker knows that it was.
+    until(lambda: all(role._worker.link.session.connected for role in engine.workers.roles))
+    engine.forget_local()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("specs", [None, HYBRID])
+def test_engines_share_what_has_the_same_weights(engines, sidecars, tp, specs):
+    """Each rank's sidecar has both epochs side by side; one of them has to be told."""
+    one, other = engines(tp=tp, specs=specs), engines(tp=tp, specs=specs)
+    prompt = tokens(13 * BLOCK + 5)
+    assert one.ask(prompt)[1] == 0
+    name_weights(one, sidecars[tp - 1], "two", 2)
+    assert one.ask(prompt)[1] == 0, "other weights"
+    assert hits_again(one, prompt)
+    assert other.ask(prompt)[1] == 13, "the first epoch's"
+    name_weights(other, sidecars[0], "two", 2)
+    assert other.ask(prompt)[1] == 13, "the second epoch's"
+    name_weights(one, sidecars[0], "", 0)
+    assert one.ask(prompt)[1] == 13, "they are back"
+    for engine in (one, other):
+        assert engine.workers.invalid == engine.workers.failed == 0
+        engine.settle()
+
+
+def test_weights_change_while_a_load_is_under_way(engines, sidecars):
+    """The load is of the old epoch, and its request is computed."""
+    engine = engines()
+    prompt = tokens(13 * BLOCK + 5)
+    engine.ask(prompt)
+    engine.forget_local()
+    worker = engine.workers.roles[0]._worker
+    slow = SlowCopies(worker.link.copies)
+    worker.link.copies = slow
+    engine.add(prompt)
+    engine.step()
+    until(lambda: slow.tickets)
+    name_weights_only(engine, sidecars[0], "two")
+    engine.add(tokens(3 * BLOCK, seed=9))  # is scheduled in the new epoch
+    for _ in range(50):
+        engine.step()
+    slow.finish()
+    worker.link.copies = slow.inner
+    engine.run()
+    assert engine.workers.invalid == 13, "the load has failed"
+    engine.connect()
+    assert not hits_again(engine, prompt) and hits_again(engine, prompt), "in the new epoch"
+    engine.settle()
+
+
+def name_weights_only(engine: Engine, sidecar: Sidecar, epoch: str) -> None:
+    """The same with weights that are as they were, and with what vLLM's own cache has."""
+    command = [BINARY, "weights", epoch, "--all", "--runtime-dir", sidecar.endpoint]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    until(lambda: engine.role.setup.sidecars._named == epoch)

@@ -19,7 +19,14 @@ import zmq
 from lookaside import wire
 from lookaside.events import EventBook
 from peer import until
-from scheduling import BLOCK, Stand, make_config, write_adapter
+from scheduling import (
+    BLOCK,
+    Stand,
+    make_config,
+    needs_lookahead,
+    use_lookahead,
+    write_adapter,
+)
 from test_sidecar import BINARY, Engine, Sidecar
 from test_worker import PPC, model
 from vllm.config import KVEventsConfig
@@ -398,11 +405,19 @@ def test_what_is_announced_is_held_by_all_ranks(seed: int) -> None:
     assert announced
 
 
-def test_announcements_say_what_the_engine_says_of_its_own(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lookahead",
+    [0, pytest.param(1, marks=needs_lookahead), pytest.param(3, marks=needs_lookahead)],
+)
+def test_announcements_say_what_the_engine_says_of_its_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
     """In vLLM's scheduler: for each block both events agree, in all but the medium.
 
-    Also where the sidecars know a block by another name, as those of an adapter's requests.
+    Also where the sidecars know a block by another name, as those of an adapter's requests, and
+    where hashes cover tokens after their block.
     """
+    use_lookahead(monkeypatch, lookahead)
     config = make_config(model, adapters=True)
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     stand = Stand(config)
@@ -431,11 +446,15 @@ def test_announcements_say_what_the_engine_says_of_its_own(model: Path, tmp_path
                 event.lora_name,
                 keys,
                 event.group_idx,
+                event.lookahead_token_ids[at] if lookahead else None,
             )
             parent = block
     assert len(of[MEDIUM_CPU]) == 3 * 12
-    for block, said in of[MEDIUM_CPU].items():
-        assert of["GPU"][block] == said
+    # vLLM leaves out of its own cache a block that gets its hash in a request's last step.
+    late = of[MEDIUM_CPU].keys() - of["GPU"].keys()
+    assert len(late) <= (3 if lookahead > 1 else 0)
+    for block in of[MEDIUM_CPU].keys() - late:
+        assert of["GPU"][block] == of[MEDIUM_CPU][block]
     for block in stand.digests(prompt, lora_request=lora):
         assert block not in stand.sidecars.held
     # What one rank drops is taken back; what a request finds held is announced again.

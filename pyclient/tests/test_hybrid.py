@@ -16,12 +16,15 @@ from scheduling import (
     full_attention,
     make_config,
     make_kv_config,
+    needs_whole_failures,
     sliding_window,
     tokens,
     write_model,
 )
 from test_scheduler import random_history, warm
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+pytestmark = needs_whole_failures
 
 SHAPES = {
     "window": [full_attention(), sliding_window(40)],

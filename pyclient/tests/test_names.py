@@ -34,7 +34,7 @@ def cases(algorithms: Sequence[str]) -> list[dict[str, Any]]:
                 fields = {
                     "hash": algorithm,
                     "none_hash": space._none_hash(algorithm, "engine"),
-                    "hash_keys": space._key_format(algorithm),
+                    "hash_keys": space._key_format(algorithm, 0),
                 }
                 names = hashes(algorithm, tokens, block, salt)
                 out.append(case(fields, block, tokens, salt, names))

@@ -29,6 +29,7 @@ from scheduling import (
     full_attention,
     make_config,
     make_kv_config,
+    skip_if_idle,
     sliding_window,
     tokens,
     write_model,
@@ -67,6 +68,7 @@ def engines(models: dict[int, Path]) -> Iterator[Any]:
     def make(
         endpoint: Path | str, heads: int, tp: int, specs: list[Any] | None = None, **kwargs: Any
     ) -> Engine:
+        skip_if_idle(specs)
         extra = {
             "lookaside.endpoint": str(endpoint),
             "lookaside.lookup_timeout_ms": 60_000,  # the machine is shared

@@ -738,7 +738,7 @@ def test_attempts_come_often_for_a_while_after_a_session(
     clock, absent = Clock(monkeypatch), EndpointAbsent("nothing listens")
     early = RefusedError(wire.Refuse(wire.VERSION, "no_worker", "", "", "", ""))
     other = RefusedError(wire.Refuse(wire.VERSION, "incompatible", "", "", "", ""))
-    retries = Retries("e", RateLimitedLog(logging.getLogger("vllm.lookaside")), None)
+    retries = Retries(lambda: "e", RateLimitedLog(logging.getLogger("vllm.lookaside")), None)
     assert [retries.pause_s(absent) for _ in range(5)] == [0.1, 0.2, 0.4, 0.8, 1.0], "never served"
     retries.note_connected()
     clock.now += 60
@@ -761,7 +761,7 @@ def test_sidecar_that_ends_every_session_at_once_is_not_hammered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    retries = Retries("e", RateLimitedLog(logging.getLogger("vllm.lookaside")), None)
+    retries = Retries(lambda: "e", RateLimitedLog(logging.getLogger("vllm.lookaside")), None)
     for _ in range(10):
         retries.note_connected()
         clock.now += 0.01

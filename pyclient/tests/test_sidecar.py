@@ -36,6 +36,7 @@ from lookaside.autostart import Autostart
 from lookaside.config import parse
 from lookaside.connection import SessionUnavailable
 from lookaside.endpoint import EndpointAbsent, EndpointError, open_endpoint
+from lookaside.hints import Hints
 from lookaside.lookups import Lookup
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
 from lookaside.ratelog import RateLimitedLog
@@ -60,6 +61,7 @@ from test_worker import (
 
 from examples.stand.processes import send_signal
 
+PLAIN = Hints()
 BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
 
 # What runs behind it sees no process but its own, as in a container.
@@ -316,6 +318,88 @@ def test_prefix_and_partial_chunks(engine: Engine) -> None:
     want = [page(engine.cache, b) for b in (1, 2, 3, 4, 5, 6, 9, 10)]
     assert engine.fetch("r", list(range(101, 109)), list(range(20, 28))) == 8
     assert [page(engine.cache, b) for b in range(20, 28)] == want
+
+
+def test_hints_keep_what_a_flood_would_evict(model: Path, tmp_path: Path) -> None:
+    """Of stores and of what is held already; a tenant's name goes along."""
+    sidecar = Sidecar(
+        tmp_path / "hinted",
+        arena_limit="2M",
+        arena_initial="2M",
+        arena_eviction="lru",
+        hints_share="0.1",
+    )
+    engine = Engine(model, sidecar.directory).start()
+    slots = (2 << 20) // (PPC * PAGE)
+    blocks = list(range(1, PPC + 1))
+
+    def names(number: int) -> list[int]:
+        return [1000 * number + page for page in range(1, PPC + 1)]
+
+    def save(number: int, wanted: Hints = PLAIN) -> None:
+        engine.save_now(replace(engine.save(0, blocks, names(number)), hints=wanted.of_store()))
+
+    def hints() -> dict[str, Any]:
+        return sidecar.status()["hints"]
+
+    def advise(number: int, action: int, ms: int = 0) -> None:
+        assert engine.sidecars.advise(hashes(*names(number)), action, ms, 0, "a")
+
+    flood = iter(range(100, 1_000_000))
+
+    def evict() -> None:
+        for _ in range(2 * slots):
+            save(next(flood))
+
+    try:
+        save(1, Hints(retain_ms=600_000, tenant="a"))
+        save(2, Hints(tenant="a"))
+        save(3)
+        advise(2, wire.ADVISE_PIN, 600_000)
+        until(lambda: (hints()["retained_slots"], hints()["pinned_slots"]) == (1, 1))
+        evict()
+        assert [engine.held(0, *names(number)) for number in (1, 2, 3)] == [PPC, PPC, 0]
+        # Both end when they are told to.
+        advise(1, wire.ADVISE_DEMOTE)
+        advise(2, wire.ADVISE_PIN, 0)
+        until(lambda: (hints()["low_slots"], hints()["pinned_slots"]) == (1, 0))
+        evict()
+        assert [engine.held(0, *names(number)) for number in (1, 2)] == [0, 0]
+        # What is stored from the second use on; a share bounds what is kept.
+        save(4, Hints(store_from_use=2))
+        assert engine.held(0, *names(4)) == 0 and hints()["deferred_pages"] == PPC
+        save(4, Hints(store_from_use=2))
+        assert engine.held(0, *names(4)) == PPC
+        for number in range(10, 10 + slots):
+            save(number, Hints(pin_ms=600_000))
+        assert hints()["pinned_slots"] == slots // 10 and hints()["over_share"] > 0
+        assert engine.held(0, *names(9 + slots)) == PPC
+        assert sidecar.errors("malformed") == 0
+    finally:
+        engine.close()
+        sidecar.kill()
+
+
+def test_an_advised_prefetch_brings_pages_up_from_the_disk(model: Path, tmp_path: Path) -> None:
+    sidecar = Sidecar(
+        tmp_path / "tiered", arena_limit="2M", arena_initial="2M", **disk_in(tmp_path)
+    )
+    engine = Engine(model, sidecar.directory, promotion_timeout_ms=60_000).start()
+    names = list(range(1, PPC + 1))
+    try:
+        engine.save_now(engine.save(0, names, names))
+        until(lambda: sidecar.status()["tiers"][0]["pages"] == PPC, 60)
+        for number in range(2, 300):
+            other = [1000 * number + page for page in names]
+            engine.save_now(engine.save(0, names, other))
+        assert engine.sidecars.advise(hashes(*names), wire.ADVISE_PREFETCH, 0, 0, "")
+        until(lambda: sidecar.status()["hints"]["advice"]["prefetched_pages"] == PPC, 60)
+        lookup = engine.lookup(0, *names)
+        assert lookup.poll() == PPC and lookup.in_memory
+        lookup.cancel()
+    finally:
+        engine.close()
+        sidecar.kill()
 
 
 def disk_in(directory: Path, wanted: bool = True) -> dict[str, str]:

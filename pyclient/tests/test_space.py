@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import hashlib
+import importlib
+import itertools
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +22,12 @@ from scheduling import (
     full_attention,
     make_config,
     make_kv_config,
+    needs_lookahead,
+    needs_whole_failures,
     sliding_window,
+    sliding_window_mla,
     state,
+    use_lookahead,
     write_model,
 )
 from vllm.config.multimodal import MultiModalConfig
@@ -33,7 +42,7 @@ def model(tmp_path_factory):
 
 def fields(config, tp_rank=0, pp_rank=0, engine_id="e"):
     return space.space_fields(
-        config, tp_rank, pp_rank, replicas=1, engine_id=engine_id, geometry=GEOMETRY
+        config, tp_rank, pp_rank, heads=1, engine_id=engine_id, geometry=GEOMETRY
     )
 
 
@@ -45,7 +54,7 @@ def differing(one, other):
 def test_blocks_of_a_page_are_named_where_there_are_several(model):
     config = make_config(model)
     several = space.Geometry(4 * BLOCK, 4, 32, 4)
-    named = space.space_fields(config, 0, 0, replicas=1, engine_id="e", geometry=several)
+    named = space.space_fields(config, 0, 0, heads=1, engine_id="e", geometry=several)
     assert named == {**fields(config), "hash_tokens": str(BLOCK)}
 
 
@@ -89,6 +98,86 @@ def test_settings_that_change_the_bytes_change_the_space(model, change, changed)
     assert differing(before, fields(config)) == changed
 
 
+@needs_lookahead
+def test_hashes_over_more_tokens_are_others(model, monkeypatch):
+    config = make_config(model)
+    seen = [fields(config)]
+    assert space.lookahead_tokens(config) == 0  # what vLLM itself says beside a connector
+    for lookahead in (1, 2):
+        with monkeypatch.context() as patch:
+            use_lookahead(patch, lookahead)
+            seen.append(fields(config))
+            assert differing(seen[0], seen[-1]) == {"hash_keys"}
+    assert len({each["hash_keys"] for each in seen}) == 3
+
+
+HANDLER = """
+import torch
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+class Handler:
+    name = "int7"
+    def torch_dtype(self): return torch.uint8
+    def quant_mode(self): return KVQuantMode.CUSTOM
+"""
+
+
+def install(place: Path, version: str, source: str, editable: bool = False) -> None:
+    """A package with a plug-in's type, as an installer leaves it."""
+    (place / "int7").mkdir(parents=True)
+    (place / "int7" / "__init__.py").write_text(source)
+    info = place / f"int7_cache-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: int7-cache\nVersion: {version}\n")
+    digest = base64.urlsafe_b64encode(hashlib.sha256(source.encode()).digest()).decode().rstrip("=")
+    name = "int7_finder.py" if editable else "int7/__init__.py"
+    (info / "RECORD").write_text(f"{name},sha256={digest},{len(source)}\n")
+    (info / "top_level.txt").write_text("int7\n")
+
+
+@pytest.fixture
+def plug_in(monkeypatch, tmp_path):
+    """Makes a plug-in's type known to vLLM, from a package that is installed anew each time."""
+    pytest.importorskip("vllm.config.cache")
+    from vllm.config import cache
+
+    if not hasattr(cache, "get_kv_cache_dtype_handler"):
+        pytest.skip("no types of plug-ins before vLLM 0.33")
+    made = itertools.count()
+
+    def use(version: str, source: str = HANDLER, editable: bool = False) -> None:
+        place = tmp_path / str(next(made))
+        install(place, version, source, editable)
+        monkeypatch.syspath_prepend(str(place))
+        sys.modules.pop("int7", None)
+        importlib.invalidate_caches()
+        handler = importlib.import_module("int7").Handler()
+        monkeypatch.setitem(cache._KV_CACHE_DTYPE_HANDLERS, "int7", handler)
+
+    yield use
+    sys.modules.pop("int7", None)
+
+
+def test_types_of_plug_ins_are_told_apart(model, plug_in):
+    config = make_config(model)
+    plain = fields(config)
+    config.cache_config.cache_dtype = "int7"
+    assert fields(config)["kv_dtype"] == "int7"  # nobody has brought it
+    plug_in("1.0")
+    first = fields(config)
+    assert differing(plain, first) == {"kv_dtype"} and "int7-cache 1.0" in first["kv_dtype"]
+    assert fields(config, engine_id="other") == first
+    plug_in("1.0")
+    assert fields(config) == first  # installed in another place
+    plug_in("1.1")
+    assert differing(first, fields(config)) == {"kv_dtype"}
+    plug_in("1.0", HANDLER + "SCALE = 2")
+    assert differing(first, fields(config)) == {"kv_dtype"}
+    plug_in("1.0", editable=True)
+    one, other = fields(config), fields(config, engine_id="other")
+    assert differing(one, other) == {"kv_dtype"} and "engine:e" in one["kv_dtype"]
+
+
 def test_how_images_and_videos_are_encoded_changes_the_space(model):
     config = make_config(model)
     assert fields(config)["multimodal"] == ""
@@ -121,7 +210,7 @@ def test_ranks_that_hold_the_same_bytes_do(model):
     )
     assert space.replicas(config, kv_config) == 2
     shards = [
-        space.space_fields(config, rank, 0, replicas=2, engine_id="e", geometry=GEOMETRY)
+        space.space_fields(config, rank, 0, heads=2, engine_id="e", geometry=GEOMETRY)
         for rank in range(4)
     ]
     assert [each["tp_shard"] for each in shards] == ["0/2", "0/2", "1/2", "1/2"]
@@ -179,7 +268,6 @@ def can_shard(spec: Any) -> bool:
         lambda c, k: setattr(c.model_config, "model_impl", "transformers"),
         lambda c, k: setattr(c.cache_config, "calculate_kv_scales", True),
         lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2),
-        lambda c, k: setattr(c.parallel_config, "prefill_context_parallel_size", 2),
         lambda c, k: setattr(c, "speculative_config", SimpleNamespace()),
         lambda c, k: k.kv_cache_groups.append(
             make_kv_config(4, [full_attention()]).kv_cache_groups[0]
@@ -284,9 +372,10 @@ def test_world_names_the_data_parallel_engine(model):
     config = make_config(model, tp=2, pp=3)
     config.parallel_config.data_parallel_index = 4
     where = space.world(config)
-    assert where == (2, 3, 4) and where.ranks == 6
+    assert where == (2, 1, 3, 4) and where.ranks == 6
 
 
+@needs_whole_failures
 def test_models_that_can_be_served(model):
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
@@ -302,9 +391,39 @@ def test_models_that_can_be_served(model):
         [sliding_window(64)],
         [full_attention(), sliding_window(64)],
         [full_attention(64), sliding_window(64), sliding_window(200, 32)],
+        [replace(sliding_window(64), extra_retained_tokens=3)],
+        [mla, sliding_window_mla(64)],
         [state(), full_attention(), state()],
+        [state(drafts=3), full_attention()],
     ):
         assert space.idle_reason(config, make_kv_config(4, specs)) is None
+
+
+def test_drafts_without_kv_share_pages(model):
+    """With those that do not speculate; a draft model has layers in the pages."""
+    plain, found = fields(make_config(model)), fields(make_config(model, drafts="ngram"))
+    assert plain == found
+    drafted = fields(make_config(model, drafts="draft_model"))
+    assert differing(plain, drafted) == {"draft"} and str(model) in drafted["draft"]
+
+
+def test_what_draft_layers_read_ahead(model):
+    for drafts, modules, lag, ahead in (
+        ("", 1, 0, False),
+        ("ngram", 1, 0, False),
+        ("draft_model", 1, 0, False),
+        ("eagle", 1, 0, True),
+        ("mtp", 1, 0, True),
+        ("mtp", 2, 2, True),  # as many modules as there are, but three tokens
+    ):
+        config = make_config(model, drafts=drafts, modules=modules)
+        assert space.draft_lag(config) == lag
+        assert space.uses_drafts(config, make_kv_config(4)) is ahead
+    kept = make_config(model, drafts="eagle")
+    kept.speculative_config.disable_eagle_block_drop = True
+    if hasattr(kept.speculative_config, "use_eagle_block_drop"):
+        assert not space.uses_drafts(kept, make_kv_config(4))
+    assert space.uses_drafts(make_config(model), make_kv_config(4, eagle=True))
 
 
 def test_ranks_with_states_are_not_replicas(model):
@@ -332,6 +451,7 @@ def test_geometry_of_windows(model, specs, want):
     assert got == want
 
 
+@needs_whole_failures
 def test_models_that_cannot(model):
     from vllm.v1.kv_cache_interface import MambaSpec, RSWASpec
 
@@ -342,35 +462,28 @@ def test_models_that_cannot(model):
             "align only, not none",
         ),
         ([state()], "states alone"),
-        ([full_attention(), replace(state(), num_speculative_blocks=2)], "speculative"),
         (
             [RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=dtype, rswa_window=64)],
             "RSWASpec",
         ),
-        ([replace(sliding_window(64), extra_retained_tokens=3)], "keeps more"),
+        ([sliding_window(1)], "one token only"),
+        ([replace(sliding_window_mla(64), model_version="deepseek_v4")], "compresses"),
+        ([replace(sliding_window_mla(64), tokens_per_state=4)], "compresses"),
         ([replace(full_attention(), non_causal=True), sliding_window(64)], "not causal"),
     ]
     for specs, word in rows:
         assert word in str(space.idle_reason(config, make_kv_config(4, specs)))
-    assert "draft layers" in str(
-        space.idle_reason(config, make_kv_config(4, [sliding_window(64)], eagle=True))
-    )
-    assert space.idle_reason(config, make_kv_config(4, eagle=True)) is None
     host = make_kv_config(4, [full_attention(), sliding_window(64)])
     host.kv_cache_groups[1].host_resident = True
     assert "transferable" in str(space.idle_reason(config, host))
     assert space.idle_reason(config, make_kv_config(4, [])) is not None
-    for kind in ("prefill", "decode"):
-        config = make_config(model)
-        setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)
-        assert f"{kind} context parallel" in str(space.idle_reason(config, make_kv_config(4)))
 
 
 def test_a_vllm_that_is_too_old_is_named(monkeypatch):
     from lookaside import connector
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-    monkeypatch.delattr(base, "KVConnectorTransferResults")  # as before 0.30
+    monkeypatch.delattr(base, "SupportsHMA")
     source = Path(connector.__file__).read_text()
-    with pytest.raises(ImportError, match=r"needs vLLM 0\.30 to 0\.32; found vLLM"):
+    with pytest.raises(ImportError, match=r"needs vLLM 0\.29 to 0\.33; found vLLM"):
         exec(compile(source, connector.__file__, "exec"), {"__name__": "another"})  # noqa: S102 - our own

@@ -18,12 +18,15 @@ from scheduling import (
     full_attention,
     make_config,
     make_kv_config,
+    needs_whole_failures,
     sliding_window,
     state,
     tokens,
     write_model,
 )
 from test_scheduler import random_history, warm
+
+pytestmark = needs_whole_failures
 
 SHAPES = {
     "one": [full_attention(), state()],

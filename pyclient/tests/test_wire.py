@@ -83,6 +83,7 @@ def test_every_received_type_has_both_kinds_of_vector() -> None:
             "RegionRemoved",
             "RegionsReady",
             "Moved",
+            "NameWeights",
             "Notice",
             "Error",
             "LookupResult",
@@ -137,7 +138,17 @@ def test_store_limit_fits_a_packet() -> None:
     for size in (8, 16, 32):
         pages = wire.max_store_pages(size)
         store = wire.PrepareStore(
-            0xFFFFFFFF, 0x80000000, b"p" * size, b"h" * (pages * size), 0xFFFFFFFF, 0
+            0xFFFFFFFF,
+            0x80000000,
+            b"p" * size,
+            b"h" * (pages * size),
+            0xFFFFFFFF,
+            0,
+            tenant="t" * wire.MAX_TENANT_BYTES,
+            priority=wire.MAX_PRIORITY,
+            retain_ms=0xFFFFFFFF,
+            pin_ms=0xFFFFFFFF,
+            from_use=0xFF,
         )
         assert len(wire.encode(store)) <= wire.MAX_PACKET_BYTES
         assert pages <= wire.MAX_EXTENTS

@@ -30,6 +30,7 @@ from scheduling import (
     full_attention,
     make_config,
     make_kv_config,
+    skip_if_idle,
     sliding_window,
     write_model,
 )
@@ -310,6 +311,22 @@ def test_save_copies_what_the_forward_computed(stand: Stand, peer: Peer) -> None
     assert peer.of(wire.CommitStore) == [wire.CommitStore(3)]
     assert stand.acked == [1]
     assert stand.count("save_bytes") == 3 * PAGE
+
+
+def test_step_that_vllm_does_not_end_is_copied_out_when_the_next_begins(
+    stand: Stand, peer: Peer
+) -> None:
+    """So it is with speculation on all ranks of a pipeline but the last one."""
+    shelf = Shelf(peer)
+    saves = [stand.save(0, [3], [1])]
+    stand.worker.bind_connector_metadata(LookasideMetadata(saves=saves))
+    stand.cache[3] = 42.0
+    assert not peer.of(wire.CommitStore)
+    stand.worker.bind_connector_metadata(LookasideMetadata())
+    stand.cache[3] = 0.0
+    stand.save_now()
+    peer.wait_for(wire.CommitStore)
+    assert shelf.bytes_at(0) == b"\x00\x00\x28\x42" * (PAGE // 4)
 
 
 def test_save_of_what_is_held_copies_nothing(stand: Stand, peer: Peer) -> None:
@@ -1330,6 +1347,7 @@ TWO = [full_attention(), sliding_window(40)]
 
 @pytest.fixture
 def hybrid(model: Path, peer: Peer) -> Iterator[Stand]:
+    skip_if_idle(TWO)
     each = Stand(model, str(peer.directory), specs=TWO)
     each.register()
     assert each.worker.link.session is not None and each.worker.link.session.connected

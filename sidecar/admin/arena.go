@@ -27,9 +27,8 @@ type RecoveredStatus struct {
 	Regions int    `json:"regions" doc:"Of memory; 0 of an arena on DAX."`
 	Bytes   int64  `json:"bytes" doc:"Of these regions."`
 	Why     string `json:"why" doc:"Why nothing was found, or not all; empty if all was."`
-	// Frozen says that nothing is stored in these regions yet.
-	Frozen bool  `json:"frozen" doc:"Whether nothing is stored in these regions yet, because a process may still copy there that was a client of the sidecar before. What they hold is found."`
-	PIDs   []int `json:"pids" doc:"The processes that are waited for, as far as they are known."`
+	Frozen  bool   `json:"frozen" doc:"Whether nothing is stored in these regions yet, because a process may still copy there that was a client of the sidecar before. What they hold is found."`
+	PIDs    []int  `json:"pids" doc:"The processes that are waited for, as far as they are known."`
 }
 
 // RegionStatus describes one region.

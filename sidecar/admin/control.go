@@ -19,6 +19,7 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
+	"lookaside/tiers/tenant"
 )
 
 // arenaName is the arena's name in lists of tiers.
@@ -110,7 +111,7 @@ func (o *Operations) Pin(ctx context.Context, r PinRequest) (PinStatus, error) {
 	ctx, cancel := r.bound(ctx)
 	defer cancel()
 	if r.Prefetch {
-		_, err = o.Stack.Prefetch(ctx, sp.ID, hashes)
+		_, err = o.Stack.Prefetch(ctx, sp.ID, tenant.None, hashes)
 	} else {
 		err = o.Stack.Verify(ctx, sp.ID, hashes)
 	}
@@ -249,7 +250,7 @@ func (o *Operations) Prefetch(ctx context.Context, r PrefetchRequest) (ProgressR
 	}
 	ctx, cancel := r.bound(ctx)
 	defer cancel()
-	pages, err := o.Stack.Prefetch(ctx, sp.ID, hashes)
+	pages, err := o.Stack.Prefetch(ctx, sp.ID, tenant.None, hashes)
 	return progress(sp, r.PrefixRequest, pages, start, err)
 }
 

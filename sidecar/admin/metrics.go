@@ -8,6 +8,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
+	"lookaside/ipc/hosts"
 	"lookaside/sidecar/settings"
 	"lookaside/tiers/stack"
 )
@@ -158,9 +159,41 @@ var collected = []struct {
 	{"lookaside_loaded_bytes_total", "Bytes loaded.", nil},
 	{"lookaside_leases", "Leases on slots.", nil},
 	{"lookaside_slots", "Slots of the pieces of the arena that models have so far, by state; leased ones are ready ones as well.", []string{"state"}},
+	{"lookaside_hint_slots",
+		"Slots of the arena that hints of requests have kept, or have go first, by how: retained, pinned, low.", []string{"kind"}},
+	{"lookaside_hint_chunks_total",
+		"Chunks that hints of requests were followed for, by the hint: retain, pin, low (a priority below 50, or demoted), demote.", []string{"hint"}},
+	{"lookaside_hints_ignored_total",
+		"Hints of requests that were not followed, by why: share (chunks beyond hints.share), tenant (chunks of another tenant), busy (advice, because too much came at once or the sidecar was ending).", []string{"reason"}},
+	{"lookaside_hints_expired_total", "Times to retain or pin a chunk that are over.", nil},
+	{"lookaside_advice_total", "Advice of schedulers about prefixes, by what it asked for.",
+		[]string{"action"}},
+	{"lookaside_advised_prefetch_pages_total",
+		"Pages that prefetches by advice brought into the arena, or found there.", nil},
+	{"lookaside_deferred_pages_total",
+		"Pages offered for storing that requests want stored from a later use on.", nil},
 	{"lookaside_pages", "Pages that lookups can find in the arena.", nil},
 	{"lookaside_evictions_total",
 		"Chunks that left the arena, by why: room (chosen by arena.eviction), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
+	{"lookaside_tenant_asked_tokens_total",
+		"Tokens that lookups of a tenant asked for. There are series of tenants only if a request has had a name, or somebody has a share; their number is bounded by tenants.max.",
+		[]string{"tenant"}},
+	{"lookaside_tenant_hit_tokens_total", "Tokens that lookups of a tenant found.",
+		[]string{"tenant"}},
+	{"lookaside_tenant_shed_pages_total",
+		"Pages that a tenant offered for storing and for which there was no room.",
+		[]string{"tenant"}},
+	{"lookaside_tenant_used_bytes",
+		"Bytes of the slots of a tenant's chunks, in the arena or in a tier.",
+		[]string{"tenant", "tier"}},
+	{"lookaside_tenant_share_bytes",
+		"Bytes that a tenant keeps in the arena or in a tier however much others store.",
+		[]string{"tenant", "tier"}},
+	{"lookaside_tenant_evictions_total",
+		"Chunks of a tenant that were dropped for room, in the arena or in a tier.",
+		[]string{"tenant", "tier"}},
+	{"lookaside_tenant_written_bytes_total", "Bytes of a tenant that were written to a tier.",
+		[]string{"tenant", "tier"}},
 	{"lookaside_region_bytes", "Bytes of each region of the arena.", []string{"region", "kind",
 		"device"}},
 	{"lookaside_arena_limit_bytes", "arena.limit, in whole pages.", nil},
@@ -205,6 +238,16 @@ var collected = []struct {
 	{"lookaside_event_pages_total",
 		"Pages that followers (events.endpoint, schedulers) were told of, by what happened.",
 		[]string{"kind"}},
+	{"lookaside_hosts_sessions",
+		"Sessions with other hosts: in, of schedulers there with this sidecar; out, of schedulers here with a sidecar there.",
+		[]string{"direction"}},
+	{"lookaside_hosts_refused_total",
+		"Connections of other hosts that were not let in: a wrong token or certificate, another release, too many.", nil},
+	{"lookaside_hosts_failed_total",
+		"Attempts to reach a sidecar of another host for a scheduler here that failed.", nil},
+	{"lookaside_hosts_dropped_total",
+		"Answers of other hosts' sidecars that were dropped because a scheduler here did not read.",
+		nil},
 	{"lookaside_peers", "Other sidecars that can be borrowed from.", nil},
 	{"lookaside_peer_borrowers", "Other sidecars that borrow from this one.", nil},
 	{"lookaside_peers_unusable", "Other sidecars that cannot be talked to.", nil},
@@ -410,6 +453,24 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge("lookaside_slots", float64(st.Slots.Ready), "ready")
 	gauge("lookaside_slots", float64(st.Slots.Leased), "leased")
 	gauge("lookaside_pages", float64(st.Pages))
+	h := st.Hints
+	gauge("lookaside_hint_slots", float64(h.RetainedSlots), "retained")
+	gauge("lookaside_hint_slots", float64(h.PinnedSlots), "pinned")
+	gauge("lookaside_hint_slots", float64(h.LowSlots), "low")
+	count("lookaside_hint_chunks_total", h.Retained, "retain")
+	count("lookaside_hint_chunks_total", h.Pinned, "pin")
+	count("lookaside_hint_chunks_total", h.Low, "low")
+	count("lookaside_hint_chunks_total", h.Demoted, "demote")
+	count("lookaside_hints_ignored_total", h.OverShare, "share")
+	count("lookaside_hints_ignored_total", h.OfOthers, "tenant")
+	count("lookaside_hints_ignored_total", h.Advice.Dropped, "busy")
+	count("lookaside_hints_expired_total", h.Expired)
+	count("lookaside_advice_total", h.Advice.Retain, "retain")
+	count("lookaside_advice_total", h.Advice.Pin, "pin")
+	count("lookaside_advice_total", h.Advice.Prefetch, "prefetch")
+	count("lookaside_advice_total", h.Advice.Demote, "demote")
+	count("lookaside_advised_prefetch_pages_total", h.Advice.PrefetchedPages)
+	count("lookaside_deferred_pages_total", h.DeferredPages)
 	for cause, v := range st.Evictions {
 		count("lookaside_evictions_total", v, cause)
 	}
@@ -443,6 +504,16 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	c.collectEvents(gauge, count)
 	c.collectPeers(&st, gauge, count)
+	carried := map[hosts.Direction]float64{}
+	for i := range st.Hosts.Carried {
+		carried[st.Hosts.Carried[i].Direction]++
+	}
+	for _, way := range []hosts.Direction{hosts.In, hosts.Out} {
+		gauge("lookaside_hosts_sessions", carried[way], string(way))
+	}
+	count("lookaside_hosts_refused_total", st.Hosts.Refused)
+	count("lookaside_hosts_failed_total", st.Hosts.Failed)
+	count("lookaside_hosts_dropped_total", st.Hosts.Dropped)
 	gauge("lookaside_pins", float64(st.Pins))
 	gauge("lookaside_lookups_waiting", float64(st.Lookups.Waiting))
 	count("lookaside_promises_total", n.Promised)
@@ -466,6 +537,29 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge("lookaside_promoting_slots", float64(p.InFlight))
 	for i := range st.Tiers {
 		c.collectTier(&st.Tiers[i], gauge, count)
+	}
+	for i := range st.Tenants {
+		collectTenant(&st.Tenants[i], gauge, count)
+	}
+}
+
+func collectTenant(t *TenantStatus, gauge func(string, float64, ...string),
+	count func(string, uint64, ...string)) {
+	count("lookaside_tenant_asked_tokens_total", t.AskedTokens, t.Name)
+	count("lookaside_tenant_hit_tokens_total", t.HitTokens, t.Name)
+	count("lookaside_tenant_shed_pages_total", t.ShedPages, t.Name)
+	for i := range len(t.Tiers) + 1 {
+		s := &t.Arena
+		if i > 0 {
+			s = &t.Tiers[i-1]
+			count("lookaside_tenant_written_bytes_total", s.WrittenBytes, t.Name, s.Name)
+		}
+		if s.UsedBytes < 0 { // unknown
+			continue
+		}
+		gauge("lookaside_tenant_used_bytes", float64(s.UsedBytes), t.Name, s.Name)
+		gauge("lookaside_tenant_share_bytes", float64(s.ShareBytes), t.Name, s.Name)
+		count("lookaside_tenant_evictions_total", s.Evictions, t.Name, s.Name)
 	}
 }
 

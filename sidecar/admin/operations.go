@@ -15,10 +15,12 @@ import (
 
 	"lookaside/connector"
 	"lookaside/ipc"
+	"lookaside/ipc/hosts"
 	"lookaside/sidecar/arena"
 	"lookaside/sidecar/settings"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
+	"lookaside/tiers/tenant"
 )
 
 // Peers describes the sharing with other sidecars.
@@ -44,6 +46,7 @@ type Parts struct {
 	ArenaReady <-chan struct{} // closed once the arena has its first memory
 
 	Engine   *engine.Engine
+	Tenants  *tenant.Registry
 	Stack    *stack.Stack
 	Server   *connector.Server
 	Lookups  *ipc.LookupSockets
@@ -51,7 +54,8 @@ type Parts struct {
 	DAX      *arena.DAX // nil if the arena is not on DAX
 	Adapters []Adapter  // tiers whose devices may be added and removed, nearest first
 	Peers    Peers
-	Events   Events // nil: nothing is published
+	Hosts    *hosts.Hosts // nil: no session with another host
+	Events   Events       // nil: nothing is published
 	Log      *zap.Logger
 }
 

@@ -181,6 +181,13 @@ func (a *api) registerOperations() {
 		"Keep the part of a prefix that is in the arena from being evicted, until it is unpinned or cleared"), a.o.Pin)
 	registerOperation(a, a.post("/v1/unpin", "unpin", "End pins"), a.o.Unpin)
 	registerOperation(a, a.post("/v1/clear", "clear", "Forget what is held"), a.o.Clear)
+	huma.Register(a, a.get("/v1/weights", "weights", "What the weights of the engines are called"),
+		func(context.Context, *struct{}) (*output[WeightsResult], error) {
+			return &output[WeightsResult]{a.o.Weights()}, nil
+		})
+	registerOperation(a, a.post("/v1/weights", "name-weights",
+		"Tell engines what their weights are called, so that pages of other weights are not found"),
+		a.o.NameWeights)
 	registerOperation(a, a.post("/v1/move", "move",
 		"Move or copy a prefix from one tier to another"), a.o.Move)
 }

@@ -12,6 +12,7 @@ import (
 	"lookaside/connector"
 	"lookaside/internal/bytesize"
 	"lookaside/internal/unshared"
+	"lookaside/ipc/hosts"
 	"lookaside/tiers/engine"
 )
 
@@ -42,15 +43,18 @@ type Status struct {
 	Promotions     PromotionStatus    `json:"promotions"`
 	Verifications  VerificationStatus `json:"verifications"`
 	Checks         CheckStatus        `json:"checks" doc:"Of what is in the arena, while it is in use: arena.check_rate."`
+	Hints          HintStatus         `json:"hints" doc:"What hints of requests have done to the arena."`
 	Pins           int                `json:"pins"`
 	Tiers          []TierStatus       `json:"tiers"` // nearest first
 	Peers          PeersStatus        `json:"peers"` // other sidecars of the host
+	Hosts          HostsStatus        `json:"hosts"`
 	LoadedRatio    float64            `json:"loaded_ratio" doc:"Tokens loaded of those asked for, since the start; 0 if there were none."`
 	LastMinute     LastMinute         `json:"last_minute"`
 	// Limited counts lookups and stores cut short by the share or the leases of their session.
 	Limited   uint64            `json:"limited"`
 	Evictions map[string]uint64 `json:"evictions"` // chunks, by cause
 	Spaces    []SpaceStatus     `json:"spaces"`
+	Tenants   []TenantStatus    `json:"tenants" doc:"Empty while no request has had a tenant's name and nobody has a share."`
 	// Unshared lists pairs of spaces that differ by accident.
 	Unshared []UnsharedStatus          `json:"unshared"`
 	Sessions []connector.SessionStatus `json:"sessions"`
@@ -72,6 +76,24 @@ type SlotStatus struct {
 	Filling int `json:"filling"`
 	Ready   int `json:"ready"`
 	Leased  int `json:"leased"`
+}
+
+// HintStatus describes what hints of requests have done to the arena, in chunks. One that gets the
+// same hint again counts again.
+type HintStatus struct {
+	RetainedSlots int    `json:"retained_slots" doc:"Slots that are evicted after all others, for a time."`
+	PinnedSlots   int    `json:"pinned_slots" doc:"Slots that are not evicted, for a time."`
+	LowSlots      int    `json:"low_slots" doc:"Slots that are evicted before all others, until their next use."`
+	Retained      uint64 `json:"retained" doc:"Chunks retained."`
+	Pinned        uint64 `json:"pinned" doc:"Chunks pinned."`
+	Low           uint64 `json:"low" doc:"Chunks to be evicted before others."`
+	Demoted       uint64 `json:"demoted" doc:"Chunks of these that were written to tiers first."`
+	OverShare     uint64 `json:"over_share" doc:"Hints for chunks that were ignored: hints.share was reached."`
+	OfOthers      uint64 `json:"of_others" doc:"Hints for chunks that were ignored: they are another tenant's."`
+	Expired       uint64 `json:"expired" doc:"Times to retain or pin a chunk that are over."`
+	DeferredPages uint64 `json:"deferred_pages" doc:"Pages not stored, because a request wants them stored from a later use on."`
+
+	Advice connector.AdviceCount `json:"advice"`
 }
 
 // LookupStatus describes the lookups.
@@ -96,6 +118,9 @@ type PromotionStatus struct {
 	Late     uint64 `json:"late"`      // chunks that a store committed first
 	Pages    uint64 `json:"pages"`     // loaded
 }
+
+// HostsStatus describes the sessions with other hosts.
+type HostsStatus struct{ hosts.Status }
 
 // VerificationStatus describes the chunks that were restored with the arena. Each is verified
 // before its first use.
@@ -164,15 +189,23 @@ func (o *Operations) Status() Status {
 		},
 		Verifications: VerificationStatus{Unverified: e.Unverified, Verified: e.Verified,
 			Corrupt: e.VerifyFailed},
+		Hints: HintStatus{
+			RetainedSlots: e.RetainedSlots, PinnedSlots: e.PinnedSlots, LowSlots: e.LowSlots,
+			Retained: e.HintsRetained, Pinned: e.HintsPinned, Low: e.HintsLow,
+			Demoted: e.HintsDemoted, OverShare: e.HintsOver, OfOthers: e.HintsOfOthers,
+			Expired: e.HintsExpired, DeferredPages: e.DeferredPages, Advice: c.Counters.Advice,
+		},
 		Checks: CheckStatus{Checked: w.Checked, Walks: w.Walks, Rotten: e.Rotten},
 		Pins:   len(o.Pins()),
 		Tiers:  o.Tiers(),
 		Peers:  o.Peers.Status(),
+		Hosts:  HostsStatus{o.Hosts.Status()},
 		Evictions: map[string]uint64{
 			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates,
 			"replaced": e.Replaced,
 		},
 		Spaces:    []SpaceStatus{},
+		Tenants:   o.TenantList(),
 		Unshared:  []UnsharedStatus{},
 		Sessions:  c.Sessions,
 		Lingering: c.Lingering,
@@ -265,6 +298,7 @@ func (st Status) WriteTable(w io.Writer) error {
 		row("rotten", "%d chunks had changed in the arena and were dropped: look at the log, and at the machine's memory", c.Rotten)
 	}
 	st.Peers.write(tw, n.ElsewherePages)
+	writeHosts(tw, &st.Hosts)
 	for _, u := range st.Unshared {
 		row("not shared", "space %s with %s (%s): %s", u.Space, u.Whose, u.Other,
 			unshared.Text(u.Causes))
@@ -289,6 +323,10 @@ func (st Status) WriteTable(w io.Writer) error {
 		fmt.Fprintln(tw)
 		writeTiers(tw, st.Tiers)
 	}
+	if len(st.Tenants) > 0 {
+		fmt.Fprintln(tw)
+		writeTenants(tw, st.Tenants)
+	}
 	if len(st.Spaces) > 0 {
 		fmt.Fprintln(tw, "\nSPACE\tPAGES\tCHUNKS\tSESSIONS\tPAGE\tTOKENS/PAGE\tPAGES/CHUNK\tMODEL")
 		for _, s := range st.Spaces {
@@ -302,6 +340,13 @@ func (st Status) WriteTable(w io.Writer) error {
 		for _, s := range st.Sessions {
 			fmt.Fprintf(tw, "%s\t%s\t%s\t%d\t%d\t%s\t%s\n", s.Session, s.Role, s.EngineID, s.Rank,
 				s.PID, s.Space, s.Since.Format(time.DateTime))
+		}
+	}
+	if len(st.Hosts.Carried) > 0 {
+		fmt.Fprintln(tw, "\nOTHER HOST\tDIRECTION\tSESSION\tENGINE\tRANK\tSINCE")
+		for _, s := range st.Hosts.Carried {
+			fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%d\t%s\n", s.Address, s.Direction, s.Session,
+				s.EngineID, s.Rank, s.Since.Format(time.DateTime))
 		}
 	}
 	if len(st.Frozen) > 0 {
@@ -319,6 +364,26 @@ func (st Status) WriteTable(w io.Writer) error {
 		}
 	}
 	return tw.Flush()
+}
+
+// writeHosts writes the sessions with other hosts. It writes nothing if there is nothing to report.
+func writeHosts(w io.Writer, st *HostsStatus) {
+	in, out := 0, 0
+	for i := range st.Carried {
+		if st.Carried[i].Direction == hosts.In {
+			in++
+		} else {
+			out++
+		}
+	}
+	if st.Listen != "" {
+		fmt.Fprintf(w, "other hosts\taccepted at %s: %d sessions; %d connections refused\n",
+			st.Listen, in, st.Refused)
+	}
+	if out > 0 || st.Failed > 0 {
+		fmt.Fprintf(w, "other hosts\t%d sessions carried to them; %d attempts failed\n", out,
+			st.Failed)
+	}
 }
 
 // counts writes the counts that are not 0, sorted by name.

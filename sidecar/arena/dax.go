@@ -32,6 +32,7 @@ type DAX struct {
 	pool       *daxtier.Arena // likewise
 	found      int            // chunks found by Begin
 	drains     drainer
+	waits      claimants
 
 	mu sync.Mutex
 	// each with an FD of its own, for workers that connect while the device is being removed
@@ -98,7 +99,7 @@ func (a *DAX) Begin(control *dax.Control, books engine.Config) (*engine.Engine, 
 	if a.claimed() {
 		a.pool.Freeze()
 		a.Log.Info("nothing is granted or found yet: clients of the sidecar before may still copy",
-			zap.Ints("pids", a.Claims.Claimants(a.generation)))
+			zap.Ints("pids", a.waits.list(a.Claims, a.generation)))
 	}
 	a.Log.Info("devices recovered", zap.String("kind", string(settings.KindDAX)),
 		zap.String("capacity", bytesize.Format(st.TotalCapacityBytes)),
@@ -268,7 +269,7 @@ func (a *DAX) Status(stats *engine.Stats) Status {
 		DAX: &DAXStatus{HotPlug: a.Options.DAX.HotPlug, Devices: p, Stats: a.pool.Stats()},
 	}
 	if st.Reuse.Waiting = a.pool.Frozen(); st.Reuse.Waiting {
-		st.Reuse.PIDs = a.Claims.Claimants(a.generation)
+		st.Reuse.PIDs = a.waits.list(a.Claims, a.generation)
 	}
 	st.Kept, st.Waiting, st.Found.Chunks = st.DAX.Stats.Kept, st.DAX.Stats.Waiting, a.found
 	a.mu.Lock()

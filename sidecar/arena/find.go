@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -27,6 +28,24 @@ const (
 	// milliseconds to make.
 	pidsEvery = time.Second
 )
+
+// claimants are the processes with a claim on an earlier generation, as they were within pidsEvery.
+// Any goroutine may use it.
+type claimants struct {
+	mu   sync.Mutex
+	pids []int
+	at   time.Time
+}
+
+// list returns the ids of the processes with a claim on another generation than except.
+func (c *claimants) list(of Claims, except uint64) []int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if time.Since(c.at) >= pidsEvery {
+		c.pids, c.at = of.Claimants(except), time.Now()
+	}
+	return c.pids
+}
 
 // regionFiles matches the files of arenas of kind file.
 const regionFiles = "lookaside-region-*"

@@ -56,8 +56,7 @@ type memory struct {
 	capacity int64
 	failures uint64 // times that the host refused a region
 	waited   bool   // some of what was found could not be written to at once
-	pids     []int  // see Reuse
-	pidsAt   time.Time
+	waits    claimants
 }
 
 func newMemory(o Options) (_ *memory, err error) {
@@ -411,19 +410,12 @@ func (a *memory) noteReuse() {
 // waitedFor returns the processes that may still copy to or from what was found.
 func (a *memory) waitedFor() []int {
 	a.mu.Lock()
-	pids, waiting := a.pids, len(a.drained) > 0
-	old := time.Since(a.pidsAt) >= pidsEvery
+	waiting := len(a.drained) > 0
 	a.mu.Unlock()
 	if !waiting {
 		return nil
 	}
-	if old {
-		pids = a.Claims.Claimants(a.Generation())
-		a.mu.Lock()
-		a.pids, a.pidsAt = pids, time.Now()
-		a.mu.Unlock()
-	}
-	return pids
+	return a.waits.list(a.Claims, a.Generation())
 }
 
 // region returns a region that is there.

@@ -153,7 +153,7 @@ func loadYAML(k *koanf.Koanf, file string, b []byte) ([]tierEntry, error) {
 				return nil, fmt.Errorf("settings: %s: %s: want a single value, got %v", file, key,
 					v)
 			}
-			text, err := yamlTierValue("devices", v)
+			text, err := yamlTierValue(key[strings.LastIndex(key, ".")+1:], v)
 			if err == nil {
 				err = one.Set(key, text)
 			}
@@ -227,9 +227,11 @@ func (c Config) Complete(environ []string) (Config, error) {
 	for _, complete := range []func() error{
 		func() error { return c.Runtime.complete(environ) },
 		c.Arena.complete,
+		c.Tenants.complete,
 		c.LMCache.check,
 		c.Events.check,
 		func() error { return c.Peers.complete(c.Runtime.Dir) },
+		c.Hosts.check,
 		func() (err error) { c.Tiers, err = completeTiers(c.Tiers); return },
 		c.checkDevices,
 	} {

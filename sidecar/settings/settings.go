@@ -28,9 +28,12 @@ type Config struct {
 	Cascade   CascadeConfig
 	Sessions  SessionsConfig
 	Spaces    SpacesConfig
+	Hints     HintsConfig
+	Tenants   TenantsConfig
 	LMCache   LMCacheConfig
 	Events    EventsConfig
 	Peers     PeersConfig
+	Hosts     HostsConfig
 	Admin     AdminConfig
 	Log       LogConfig
 	Lifecycle LifecycleConfig
@@ -66,8 +69,9 @@ func (s Setting) Flag() string {
 func All() []Setting { return slices.Clone(settings) }
 
 var settings = slices.Concat(runtimeSettings, arenaSettings, lookupSettings, cascadeSettings,
-	sessionsSettings, spacesSettings, lmcacheSettings, eventsSettings, peersSettings,
-	adminSettings, logSettings, lifecycleSettings)
+	sessionsSettings, spacesSettings, hintsSettings, tenantsSettings, lmcacheSettings,
+	eventsSettings, peersSettings, hostsSettings, adminSettings, logSettings,
+	lifecycleSettings)
 
 // Defaults returns the configuration of an empty file, environment and command line.
 // [Config.Complete] sets the derived settings.

@@ -37,6 +37,10 @@ func yamlTiers(file string, v any) ([]tierEntry, error) {
 var errNoTierList = errors.New(
 	"want a list of tiers, nearest first, each beginning with \"- kind: disk\" (or dax, redis, s3)")
 
+// listed says what the lists of the settings that may be lists have.
+var listed = map[string]string{"paths": "directory", "devices": "device",
+	"arena_shares": "share of a tenant", "tier_shares": "share of a tenant"}
+
 func yamlTierValue(key string, v any) (string, error) {
 	switch v := v.(type) {
 	case string, bool, int, int64, uint64, float64:
@@ -44,7 +48,8 @@ func yamlTierValue(key string, v any) (string, error) {
 	case nil:
 		return "", errors.New("it has no value")
 	case []any:
-		if key != "paths" && key != "devices" {
+		what := listed[key]
+		if what == "" {
 			return "", fmt.Errorf("want a single value, got %v", v)
 		}
 		var parts []string
@@ -57,7 +62,6 @@ func yamlTierValue(key string, v any) (string, error) {
 					return "", err
 				}
 			case !ok || strings.Contains(s, ","):
-				what := map[string]string{"paths": "directory", "devices": "device"}[key]
 				return "", fmt.Errorf("%v is not a %s (a comma in its name is not supported)", p,
 					what)
 			}

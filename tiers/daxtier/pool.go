@@ -24,6 +24,7 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/daxtier/mapped"
 	"lookaside/tiers/slab"
+	"lookaside/tiers/tenant"
 )
 
 // ErrDevice means that a device cannot be used as asked: it is missing, it is something else, or
@@ -54,11 +55,14 @@ type Options struct {
 	// AllowFiles lets regular files stand in for devices. A missing file is made with the given
 	// size.
 	AllowFiles bool
-	// SlabBytes, Policy, MaxSpaces, Seed, RetryEvery and WatchEvery are as in slab.Options.
+	// SlabBytes, Policy, MaxSpaces, Seed, Tenants, Shares, RetryEvery and WatchEvery are as in
+	// slab.Options.
 	SlabBytes  int64
 	Policy     string
 	MaxSpaces  int
 	Seed       uint64
+	Tenants    *tenant.Registry
+	Shares     tenant.Shares
 	RetryEvery time.Duration
 	WatchEvery time.Duration
 	// LoadWorkers is the number of threads that copy for restores. MaxRegions is the number of
@@ -157,6 +161,7 @@ func Open(o Options) (_ *Pool, err error) {
 		MaxLoads: atMost(min(o.LoadWorkers, o.MaxRegions)), MaxStores: atMost(o.StoreWorkers),
 		Queue: queue, PieceBytes: pieceBytes, Direct: slab.DirectNever, MaxSpaces: o.MaxSpaces,
 		Seed: o.Seed, RetryEvery: o.RetryEvery, WatchEvery: o.WatchEvery, Log: o.Log,
+		Tenants: o.Tenants, Shares: o.Shares,
 	})
 	if err != nil {
 		return nil, err

@@ -115,8 +115,8 @@ func Open(o Options) (*Directory, error) {
 		}
 		o.boot = strings.TrimSpace(string(b))
 	}
-	d := &Directory{log: o.Log, path: o.Path, takeover: o.Takeover, lasting: true,
-		checks: make(chan struct{}, workers())}
+	d := &Directory{log: o.Log, path: o.Path, takeover: o.Takeover,
+		lasting: true, checks: make(chan struct{}, workers())}
 	d.keepers.init()
 	c, err := d.load(&o)
 	if err == nil {

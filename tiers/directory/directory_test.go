@@ -13,6 +13,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/tenant"
 	"lookaside/tiers/tiertest"
 )
 
@@ -461,5 +462,59 @@ func TestCutShort(t *testing.T) {
 	defer q.close()
 	if q.d.Why() == "" || q.found.Chunks != 0 {
 		t.Errorf("%q %+v", q.d.Why(), q.found)
+	}
+}
+
+// TestTenants: an entry names its chunk's tenant, and the next process knows it, in a registry of
+// its own. A program that knows no tenants reads the entry as well.
+func TestTenants(t *testing.T) {
+	registry := func() *tenant.Registry {
+		r, err := tenant.New(tenant.Config{Max: 4})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	m := newMachine(t, small)
+	r := registry()
+	p := m.start(engine.Config{Tenants: r}, nil)
+	p.addRegion(64 << 10)
+	r.Find([]byte("another"))
+	who := r.Find([]byte("a"))
+	run := tiertest.Prefix("a prefix of 22 pages ..").Run(m.spaces[0], 0, 8)
+	res, _, err := p.e.PrepareStoring(owner(0), 0, nil, run.Hashes, engine.Storing{Tenant: who},
+		nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.e.CommitStore(owner(0), res.Store, nil); err != nil {
+		t.Fatal(err)
+	}
+	p.store(0, tiertest.Prefix("nobody's"), 0, 4)
+	p.keepAll()
+	p.close()
+
+	r = registry()
+	q := m.start(engine.Config{Tenants: r}, nil)
+	if id := r.Find([]byte("a")); id == who {
+		t.Fatal("both registries count alike: the test shows nothing")
+	}
+	of := map[string]int{}
+	for _, info := range r.List() {
+		for _, st := range q.e.Tenants(nil) {
+			if st.ID == info.ID {
+				of[info.Name] = st.Slots
+			}
+		}
+	}
+	if of["a"] != 2 || of[""] != 1 {
+		t.Fatalf("slots of tenants: %v", of)
+	}
+	q.close()
+
+	z := m.start(engine.Config{}, nil)
+	defer z.close()
+	if z.found.Chunks != 3 {
+		t.Fatalf("%+v", z.found)
 	}
 }

@@ -230,7 +230,7 @@ func (d *Directory) keep(v *engine.Verification, commit uint64, k *scratch) erro
 	e := media.Entry{
 		Generation: media.Generation(d.header.epoch, d.fills.Add(1)), Commit: commit,
 		Stable: d.header.epoch, Space: sp.Fingerprint, First: v.First, Pages: v.Pages, Prev: v.Prev,
-		Digests: v.Hashes,
+		Digests: v.Hashes, Tenant: d.engine.TenantKey(v.Tenant),
 	}
 	k.encoded = k.encoded[:0]
 	have := 0

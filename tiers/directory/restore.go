@@ -188,7 +188,7 @@ func (r *restorer) read(j *job, buf []byte) []byte {
 		}
 		batch = append(batch, engine.Restored{Slot: uint32(slot), Space: id, First: e.First,
 			Pages: e.Pages, Prev: e.Prev, Hashes: e.Digests, Order: e.Commit,
-			Unverified: e.Stable < d.header.trusted})
+			Unverified: e.Stable < d.header.trusted, Tenant: d.engine.TenantOf(e.Tenant)})
 		if len(batch) == cap(batch) {
 			r.pass(j, batch)
 			batch = batch[:0]

@@ -300,13 +300,17 @@ func (e *Engine) takeFor(c *class) (a *area, at int64, taken []*region) {
 // oldest is the last use of what a class would evict next, the largest number if there is nothing.
 func (e *Engine) oldest(c *class) uint64 {
 	before := uint64(math.MaxUint64)
-	if ref, ok := e.victim(c); ok {
+	if ref, ok := e.nextVictim(c, evictionOrder); ok {
 		_, s := e.slot(ref)
 		before = s.stamp
 	}
-	if c.coldFirst != 0 {
-		_, s := e.slot(c.coldFirst)
-		before = min(before, s.stamp)
+	if c.cold > 0 {
+		for i := range c.parts {
+			if ref := c.parts[i].coldFirst; ref != 0 {
+				_, s := e.slot(ref)
+				before = min(before, s.stamp)
+			}
+		}
 	}
 	return before
 }

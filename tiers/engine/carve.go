@@ -7,6 +7,7 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
 // Carving: a region gets slots for one geometry, or loses them. The tables lie off the Go heap, and
@@ -73,7 +74,7 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 		ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk),
 		words: c.geometry.DigestBytes / 8,
 		slots: m.slots, kin: m.kin, digests: m.digests, links: m.links.Slice(), routes: m.routes,
-		places:   m.places,
+		places: m.places, tenants: m.tenants, kinds: m.kinds,
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m, foreign: c.isForeign,
 	}
 	c.policy.Grow(r.num, slots)
@@ -186,8 +187,10 @@ type carved struct {
 	slots   []slot
 	kin     []kin
 	digests []uint64 // nil: a slot has one page
-	routes  []route  // nil: not wanted
-	places  []place  // likewise
+	tenants []tenant.ID
+	kinds   []kind
+	routes  []route // nil: not wanted
+	places  []place // likewise
 	// by record; hardly any are ever written, so they take no huge pages of the block
 	links *dax.Table[link]
 	index *dax.Table[uint64] // nil: not wanted
@@ -223,7 +226,7 @@ type tableSpec struct {
 
 func (t *tableSpec) bytes() int {
 	n := dax.CutBytes[slot](t.slots) + dax.CutBytes[kin](t.slots) + dax.CutBytes[uint64](
-		t.digests())
+		t.digests()) + dax.CutBytes[tenant.ID](t.slots) + dax.CutBytes[kind](t.slots)
 	if t.routes {
 		n += dax.CutBytes[route](t.slots)
 	}
@@ -263,6 +266,8 @@ func makeCarved(block *tableBlock, spec tableSpec) (_ *carved, err error) {
 	left := block.rest
 	c.slots, left = dax.Cut[slot](left, spec.slots)
 	c.kin, left = dax.Cut[kin](left, spec.slots)
+	c.tenants, left = dax.Cut[tenant.ID](left, spec.slots)
+	c.kinds, left = dax.Cut[kind](left, spec.slots)
 	if spec.ppc > 1 {
 		c.digests, left = dax.Cut[uint64](left, spec.digests())
 	}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
 // MaxTiers bounds the tiers below the arena.
@@ -86,8 +87,9 @@ type CascadeItem struct {
 	Prev   []byte // digest of the page before; empty if there is none, or it is not known
 	Hashes []byte // digests of the pages, end to end
 
-	Unverified   bool   // to be checked before it is written
-	VerifyHandle uint64 // for EndVerify and Verified
+	Unverified   bool      // to be checked before it is written
+	VerifyHandle uint64    // for EndVerify and Verified
+	Tenant       tenant.ID // whose chunk it is
 }
 
 // route is how a slot stands to the tiers below: a bit for each.
@@ -367,7 +369,7 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 	if s.idle() {
 		r.lease()
 		if s.flags&cold != 0 {
-			e.uncool(r.class, ref)
+			e.uncool(r, ref)
 		} else if s.children == 0 {
 			e.hold(ref)
 		}
@@ -384,6 +386,7 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 		Handle: x.handle(), Space: SpaceID(s.space), Region: r.id, Offset: r.offset(ref, 0),
 		First: int(s.chunk) * r.ppc, Pages: int(s.pages),
 		Unverified: s.unverified(), VerifyHandle: verifyHandle(ref, s),
+		Tenant: r.tenants[ref&recordMask],
 	}
 	item.Prev, item.Hashes, buf = e.digests(ref, buf)
 	return item, buf
@@ -480,7 +483,7 @@ func (e *Engine) chill(bit uint8) uint32 {
 		var c *class
 		for _, r := range e.regions[1 : e.nregion+1] {
 			if r.class != nil && !r.foreign && !r.draining && e.slack(r.class) > 0 {
-				if _, ok := e.victim(r.class); ok {
+				if _, ok := e.nextVictim(r.class, chillOrder); ok {
 					c = r.class
 					break
 				}
@@ -489,14 +492,14 @@ func (e *Engine) chill(bit uint8) uint32 {
 		if c == nil {
 			return 0
 		}
-		ref, _ := e.victim(c)
+		ref, _ := e.nextVictim(c, chillOrder)
 		e.hold(ref)
-		_, s := e.slot(ref)
+		r, s := e.slot(ref)
 		s.flags |= cold
-		c.cold++
+		e.countCold(r, ref, 1)
 		t := e.route(ref)
 		e.admit(ref, e.cascades.evicted&^bit)
-		e.cool(c, ref)
+		e.cool(r, ref)
 		if t.held&bit == 0 {
 			if t.part&bit != 0 {
 				// The slot was a victim before and waits as a partly filled chunk. Its old entry
@@ -524,30 +527,36 @@ func (e *Engine) wantVictims(c *class) {
 	}
 }
 
-// cool appends an idle cold slot to those that are evicted next.
-func (e *Engine) cool(c *class, ref uint32) {
-	t := e.route(ref)
-	t.next, t.prev = 0, c.coldLast
-	if c.coldLast != 0 {
-		e.route(c.coldLast).next = ref
+// countCold counts slots that are cold from now on, or with a negative number no longer.
+func (e *Engine) countCold(r *region, ref uint32, n int) {
+	r.class.cold += n
+	r.class.parts[e.orderOf(r, ref)].cold += n
+}
+
+// cool appends an idle cold slot to those of its order that are evicted next.
+func (e *Engine) cool(r *region, ref uint32) {
+	t, p := e.route(ref), &r.class.parts[e.orderOf(r, ref)]
+	t.next, t.prev = 0, p.coldLast
+	if p.coldLast != 0 {
+		e.route(p.coldLast).next = ref
 	} else {
-		c.coldFirst = ref
+		p.coldFirst = ref
 	}
-	c.coldLast = ref
+	p.coldLast = ref
 }
 
 // uncool takes a slot out of the list of those that are evicted next.
-func (e *Engine) uncool(c *class, ref uint32) {
-	t := e.route(ref)
+func (e *Engine) uncool(r *region, ref uint32) {
+	t, p := e.route(ref), &r.class.parts[e.orderOf(r, ref)]
 	if t.prev != 0 {
 		e.route(t.prev).next = t.next
 	} else {
-		c.coldFirst = t.next
+		p.coldFirst = t.next
 	}
 	if t.next != 0 {
 		e.route(t.next).prev = t.prev
 	} else {
-		c.coldLast = t.prev
+		p.coldLast = t.prev
 	}
 	t.next, t.prev = 0, 0
 }
@@ -556,8 +565,8 @@ func (e *Engine) uncool(c *class, ref uint32) {
 func (e *Engine) thaw(ref uint32) {
 	r, s := e.slot(ref)
 	if s.idle() {
-		e.uncool(r.class, ref)
+		e.uncool(r, ref)
 	}
 	s.flags &^= cold
-	r.class.cold--
+	e.countCold(r, ref, -1)
 }

@@ -7,6 +7,7 @@ import (
 
 	"lookaside/internal/invariants"
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
 // Check verifies every invariant of the engine and returns the first that does not hold. It looks
@@ -40,7 +41,8 @@ func (e *Engine) check() error {
 	}
 	for _, step := range [...]func(*checker) error{(*checker).leases, (*checker).parents,
 		(*checker).slots, (*checker).index, (*checker).promotions, (*checker).cascades,
-		(*checker).totals, (*checker).lent, (*checker).classes, (*checker).areas} {
+		(*checker).totals, (*checker).tenants, (*checker).hints, (*checker).lent,
+		(*checker).classes, (*checker).areas} {
 		if err := step(c); err != nil {
 			return err
 		}
@@ -63,13 +65,20 @@ type checker struct {
 
 	busy      map[uint32]uint8 // by slot: tiers that it is being written to
 	promoting map[*class]int
-	cold      map[*class]int
+	cold      map[orderOf]int
+	held      map[orderOf]int // slots that are not free
 	moving    map[uint32]bool // slots that moves are from or to, and that copies are to
 	due       map[uint32]int  // by slot: copies of it, under way or queued
 
 	seen map[uint32]bool      // of one queue: scratch
 	by   map[ownerSlot]uint32 // leases
 	uses map[*owner]int       // slots that it has leases on
+}
+
+// orderOf is a tenant's part of a class, or its order of eviction there.
+type orderOf struct {
+	c *class
+	t tenant.ID
 }
 
 // ownerSlot is a slot that an owner has leases on.
@@ -91,8 +100,9 @@ func newChecker(e *Engine) *checker {
 	return &checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{},
 		children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{},
 		pages: map[*space]int{}, loans: map[uint32]int{}, busy: map[uint32]uint8{},
-		promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{},
-		due: map[uint32]int{}, seen: map[uint32]bool{}, by: map[ownerSlot]uint32{},
+		promoting: map[*class]int{}, cold: map[orderOf]int{}, held: map[orderOf]int{},
+		moving: map[uint32]bool{},
+		due:    map[uint32]int{}, seen: map[uint32]bool{}, by: map[ownerSlot]uint32{},
 		uses: map[*owner]int{}}
 }
 
@@ -109,6 +119,7 @@ func (c *checker) reset() {
 	clear(c.busy)
 	clear(c.promoting)
 	clear(c.cold)
+	clear(c.held)
 	clear(c.moving)
 	clear(c.due)
 	clear(c.by)
@@ -467,7 +478,14 @@ func (c *checker) slot(r *region, ref uint32, s *slot) error {
 		return broken("slot %#x in state %d with flags %b moves: %v", ref, s.state, s.flags,
 			c.moving[ref])
 	}
-	c.cold[r.class] += b2i(s.flags&cold != 0)
+	c.cold[orderOf{r.class, e.orderOf(r, ref)}] += b2i(s.flags&cold != 0)
+	if s.state != free {
+		c.held[orderOf{r.class, r.tenants[ref&recordMask]}]++
+	}
+	if k := r.kinds[ref&recordMask]; k != plain && (s.state != ready || s.doomed() || r.foreign ||
+		k >= retained && s.flags&cold != 0) {
+		return broken("slot %#x in state %d with flags %b is of kind %d", ref, s.state, s.flags, k)
+	}
 	c.unverified += b2i(s.unverified())
 	if s.promoting() {
 		c.promoting[r.class]++
@@ -714,20 +732,29 @@ func (c *checker) queue(tier int, f *fifo, in func(*route, uint8) bool) (entries
 // coldest verifies the list of a class's cold slots that are not in use.
 func (c *checker) coldest(cl *class) error {
 	e := c.e
-	if cl.cold != c.cold[cl] {
-		return broken("a class has %d cold slots, counted %d", c.cold[cl], cl.cold)
-	}
-	idle, prev := 0, uint32(0)
-	for ref := cl.coldFirst; ref != 0; ref = e.route(ref).next {
-		r, s := e.slot(ref)
-		if r.class != cl || s.flags&cold == 0 || !s.idle() || e.route(ref).prev != prev {
-			return broken("slot %#x with flags %b is listed as cold", ref, s.flags)
+	idle, sum := 0, 0
+	for i := range cl.parts {
+		p, order := &cl.parts[i], tenant.ID(i)
+		if n := c.cold[orderOf{cl, order}]; p.cold != n {
+			return broken("tenant %d has %d cold slots of a class, counted %d", i, n, p.cold)
 		}
-		idle++
-		prev = ref
+		sum += p.cold
+		prev := uint32(0)
+		for ref := p.coldFirst; ref != 0; ref = e.route(ref).next {
+			r, s := e.slot(ref)
+			if r.class != cl || e.orderOf(r, ref) != order || s.flags&cold == 0 || !s.idle() ||
+				e.route(ref).prev != prev {
+				return broken("slot %#x with flags %b is listed as cold", ref, s.flags)
+			}
+			idle++
+			prev = ref
+		}
+		if prev != p.coldLast {
+			return broken("the list of cold slots ends with %#x, not %#x", prev, p.coldLast)
+		}
 	}
-	if prev != cl.coldLast {
-		return broken("the list of cold slots ends with %#x, not %#x", prev, cl.coldLast)
+	if sum != cl.cold {
+		return broken("a class has %d cold slots, counted %d", sum, cl.cold)
 	}
 	if err := c.each(func(r *region, _ uint32, s *slot) error {
 		idle -= b2i(r.class == cl && s.flags&cold != 0 && s.idle())
@@ -859,4 +886,86 @@ func b2i(b bool) int {
 		return 1
 	}
 	return 0
+}
+
+// tenants verifies what is counted for tenants.
+func (c *checker) tenants() error {
+	e := c.e
+	var rows [tenant.MaxIDs]tenantRow
+	var wrong error
+	e.allClasses(func(cl *class) {
+		unnamed := 0
+		for i := range cl.parts {
+			t, held := tenant.ID(i), cl.parts[i].held
+			if n := c.held[orderOf{cl, t}]; n != held || held > 0 && t >= e.tenants.top {
+				wrong = broken("tenant %d has %d slots of a class, counted %d", i, n, held)
+			}
+			unnamed += b2i(held > 0 && !e.tenants.shares.Named(t))
+			if !cl.isForeign {
+				rows[i].slots += held
+				rows[i].bytes += int64(held) * cl.slotBytes()
+			}
+		}
+		if unnamed != cl.unnamed {
+			wrong = broken("%d tenants without a named share have slots of a class, counted %d",
+				unnamed, cl.unnamed)
+		}
+	})
+	for i := range rows {
+		if row := &e.tenants.rows[i]; row.slots != rows[i].slots || row.bytes != rows[i].bytes {
+			wrong = broken("tenant %d has %d slots of %d bytes, counted %d of %d", i,
+				rows[i].slots, rows[i].bytes, row.slots, row.bytes)
+		}
+	}
+	return wrong
+}
+
+// hints verifies what is known of hints.
+func (c *checker) hints() error {
+	e := c.e
+	h := &e.hints
+	if h.kept.place.n != len(h.kept.heap) {
+		return broken("%d slots are kept, and %d have places", len(h.kept.heap), h.kept.place.n)
+	}
+	kinds := [...]int{retained: 0, pinned: 0}
+	counts := map[orderOf]int{}
+	if err := c.each(func(r *region, ref uint32, _ *slot) error {
+		k := r.kinds[ref&recordMask]
+		kinds[k]++
+		x := h.kept.get(ref)
+		if (x != nil) != (k >= retained) || x != nil && x.kind() != k {
+			return broken("slot %#x is of kind %d, and kept as %+v", ref, k, x)
+		}
+		if x != nil {
+			counts[orderOf{r.class, r.tenants[ref&recordMask]}]++
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	if kinds[low] != h.low || kinds[pinned] != h.pinned ||
+		kinds[retained]+kinds[pinned] != len(h.kept.heap) {
+		return broken("%d low, %d retained and %d pinned slots, counted %d, %d, %d", kinds[low],
+			kinds[retained], kinds[pinned], h.low, len(h.kept.heap)-h.pinned, h.pinned)
+	}
+	for i := range h.kept.heap {
+		if i > 0 && h.kept.less(&h.kept.heap[i], &h.kept.heap[(i-1)/2]) {
+			return broken("kept slot %d of the heap is due before the one above it", i)
+		}
+	}
+	var wrong error
+	e.allClasses(func(cl *class) {
+		sum := 0
+		for i := range cl.parts {
+			n := counts[orderOf{cl, tenant.ID(i)}]
+			if sum += n; n != cl.parts[i].kept {
+				wrong = broken("tenant %d has %d kept slots of a class, counted %d", i, n,
+					cl.parts[i].kept)
+			}
+		}
+		if sum != cl.kept {
+			wrong = broken("%d slots of a class are kept, counted %d", sum, cl.kept)
+		}
+	})
+	return wrong
 }

@@ -7,10 +7,14 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
+	"lookaside/tiers/tenant"
 )
 
 // defaultPromotingShare leaves half of the slots to stores, however much lookups load from tiers.
 const defaultPromotingShare = 0.5
+
+// defaultHintShare leaves most of the slots to the order of eviction, whatever hints say.
+const defaultHintShare = 0.25
 
 // Work is the kind of work that Config.Wake reports: the number of a tier that has chunks to write
 // (NextCascades), or one of the constants.
@@ -106,6 +110,17 @@ type Config struct {
 	// CopyAfter is how many loads of a borrowed chunk cause its copy into the arena; see NextCopy.
 	// Default 0: chunks are never copied.
 	CopyAfter int
+	// Tenants has the tenants that calls name by ID. Engines may share it. Default: none; then
+	// there is only tenant.None.
+	Tenants *tenant.Registry
+	// Shares divides each geometry's slots among tenants: see tenants.go. Tenants must list the
+	// names. Default: they are not divided, and one order of eviction is common to all.
+	Shares tenant.Shares
+	// HintShare is the part of the slots of a geometry that hints may have retained or pinned at a
+	// time. Default 0.25, at most 1.
+	HintShare float64
+	// HintLimit is the longest that a hint may have a chunk retained or pinned. Default 1 h.
+	HintLimit time.Duration
 	// NoExtend gives each store a slot of its own: it never writes behind a slot's committed pages.
 	NoExtend bool
 }
@@ -131,6 +146,10 @@ func (c *Config) setDefaults() {
 	setShare(&c.JointShare, 1)
 	setShare(&c.PromotingShare, defaultPromotingShare)
 	setShare(&c.LowWater, defaultLowWater)
+	setShare(&c.HintShare, defaultHintShare)
+	if c.HintLimit == 0 {
+		c.HintLimit = time.Hour
+	}
 	if c.MinPageBytes == 0 {
 		c.MinPageBytes = 256
 	}
@@ -175,6 +194,7 @@ func (c *Config) validate() error {
 	}{
 		{"OwnerShare", c.OwnerShare}, {"JointShare", c.JointShare},
 		{"PromotingShare", c.PromotingShare}, {"LowWater", c.LowWater},
+		{"HintShare", c.HintShare},
 	} {
 		if !(f.v > 0 && f.v <= 1) {
 			return fmt.Errorf("%w: %s is %v, want more than 0, at most 1", tiers.ErrInvalid,
@@ -183,6 +203,9 @@ func (c *Config) validate() error {
 	}
 	if c.LeaseDeadline < 0 {
 		return fmt.Errorf("%w: LeaseDeadline is %v", tiers.ErrInvalid, c.LeaseDeadline)
+	}
+	if c.HintLimit < 0 {
+		return fmt.Errorf("%w: HintLimit is %v", tiers.ErrInvalid, c.HintLimit)
 	}
 	if c.PartialDelay < 0 {
 		return fmt.Errorf("%w: PartialDelay is %v", tiers.ErrInvalid, c.PartialDelay)
@@ -194,6 +217,9 @@ func (c *Config) validate() error {
 		c.JournalBytes > maxJournalBytes) {
 		return fmt.Errorf("%w: JournalBytes is %d, want 0 or %d to %d", tiers.ErrInvalid,
 			c.JournalBytes, minJournalBytes, int64(maxJournalBytes))
+	}
+	if _, err := c.Shares.Table(c.Tenants); err != nil {
+		return fmt.Errorf("%w: %w", tiers.ErrInvalid, err)
 	}
 	return c.validateTiers()
 }

@@ -150,7 +150,7 @@ func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 	}
 	if sp.clears == 0 && sp.class.promoting < sp.class.promotable && (parent != 0 || !d.follows) {
 		e.tick++
-		to = e.allocAfter(sp, parent, int(s.chunk), int(s.pages))
+		to = e.allocAfter(sp, r.tenants[from&recordMask], parent, int(s.chunk), int(s.pages))
 	}
 	if to == 0 {
 		e.stats.CopiesFailed++

@@ -82,6 +82,18 @@
 // that an unfinished store may write to holds no chunk. Promotions and loads of what peers lent end
 // before.
 //
+// # Hints
+//
+// A request may have chunks retained or pinned for a time, or evicted before others (hints.go). A
+// pinned slot is not in use: it is just not offered to the policy. The others differ by the
+// policy's group that they are in. What may be kept so is bounded, and times end in Expire.
+//
+// # Tenants
+//
+// A slot counts as a tenant's (package tenant), from its grant until it is free. With Config.Shares
+// each tenant has an order of eviction of its own in each geometry, and what is evicted is the
+// coldest of the tenant that has the most beyond its share: tenants.go.
+//
 // # Moves
 //
 // A region that is drained (Drain) hands out no slots, and nothing in it is evicted, carved or
@@ -125,6 +137,8 @@
 //     very space. Any doubt is a miss.
 //   - A prefix outlives its continuation: what is evicted is a slot that no held slot continues, in
 //     the order of the geometry's policy.
+//   - With shares, a tenant at or below its own loses no slot to another tenant's store or
+//     promotion in the geometry.
 //   - Where several slots share a page one of them is in the index; when it leaves another takes
 //     its place. No operation but Drop walks over the slots that share.
 //   - Every lease has a living owner, or is a pin, a cascade, a move or a copy. An owner that
@@ -146,6 +160,8 @@
 //	index.go, walk.go, evict.go      how a page is found, many at a time; how room is made
 //	spaces.go, owners.go, leases.go  whose pages are alike, who holds slots, and how
 //	lookup.go, load.go, store.go     what a session asks
+//	tenants.go                       whose slots are, and which tenant loses one
+//	hints.go, uses.go                how single requests want chunks kept, and when stored
 //	lend.go, foreign.go, copies.go   what is lent to peers, lent by them, and kept of that
 //	promotions.go, cascades.go       up from the tiers, and down to them
 //	drain.go, moves.go               out of a region

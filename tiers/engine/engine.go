@@ -47,6 +47,8 @@ type Engine struct {
 	unkept     unkept
 
 	cascades cascades
+	tenants  tenants
+	hints    hints
 	mover    owner // of the leases on what is moved or copied
 	journal  journal
 	staging  staging // what EndRestore has yet to make ready
@@ -83,6 +85,9 @@ func New(cfg Config) (*Engine, error) {
 		},
 	}
 	e.leases.endSlice = endSlice
+	e.hints.uses.limit = usesKept
+	e.tenants.registry = cfg.Tenants
+	e.tenants.shares, _ = cfg.Shares.Table(cfg.Tenants) // validate tried it
 	e.newPolicy = func(foreign bool) policy.Policy {
 		name := cfg.Policy
 		if foreign {
@@ -112,6 +117,7 @@ func (e *Engine) Close() {
 	}
 	e.closed = true
 	e.unverified.Store(0)
+	e.tenants.close()
 	for _, r := range e.regions[1 : e.nregion+1] {
 		if r.mem != nil {
 			r.mem.close()
@@ -146,6 +152,12 @@ func (e *Engine) Expire() (n int) {
 		n++
 	}
 	e.stats.Expired += uint64(n)
+	for e.expireHints(now) {
+		if !e.pause() {
+			e.mu.Unlock()
+			return n
+		}
+	}
 	e.endSome()
 	e.duePartials(now)
 	e.idx.migrate(4 * migrateStep)

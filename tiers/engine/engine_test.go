@@ -87,7 +87,7 @@ func (b *bench) store(hashes []byte) (StoreResult, []Grant) {
 // share stores one of the parts of a prefix's chunks for an owner, but for the commit.
 func (b *bench) share(o Owner, hashes []byte, s Share) StoreResult {
 	b.t.Helper()
-	res, grants, err := b.e.PrepareShare(o, 0, nil, hashes, s, nil)
+	res, grants, err := b.e.PrepareStoring(o, 0, nil, hashes, Storing{Share: s}, nil)
 	b.ok(err)
 	for _, g := range grants {
 		if !s.has(int(g.Page)) { // of chunks of one page

@@ -1,6 +1,9 @@
 package engine
 
-import "lookaside/internal/invariants"
+import (
+	"lookaside/internal/invariants"
+	"lookaside/tiers/tenant"
+)
 
 // Eviction: who hands out slots. A free one is taken, or the policy of the class names a victim.
 
@@ -8,12 +11,17 @@ import "lookaside/internal/invariants"
 // one elsewhere.
 const maxStrays = 64
 
-// victim returns the slot of a class that its policy would evict next. It may drop slots of regions
-// that are being emptied on the way.
-func (e *Engine) victim(c *class) (ref uint32, ok bool) {
+// victim returns the slot of one of a class's orders that would be evicted next, of the given kinds
+// in their order. It may drop slots of regions that are being emptied on the way.
+func (e *Engine) victim(c *class, order tenant.ID, kinds []kind) (ref uint32, ok bool) {
 	for range maxStrays {
-		if ref, ok = c.policy.Victim(); !ok {
-			return ref, ok
+		for _, k := range kinds {
+			if ref, ok = c.policy.Victim(groupOf(order, k)); ok {
+				break
+			}
+		}
+		if !ok {
+			return 0, false
 		}
 		switch r := e.regions[ref>>recordBits]; {
 		case r.retired: // Drain has not come to it yet
@@ -27,14 +35,60 @@ func (e *Engine) victim(c *class) (ref uint32, ok bool) {
 	return 0, false
 }
 
-// evict drops the end of a prefix of a class for room: one that was written ahead, or the policy's
-// choice. It returns false if there is none.
-func (e *Engine) evict(c *class) bool {
+// nextVictim returns the slot of a class, of the given kinds, that is likely to be evicted next.
+func (e *Engine) nextVictim(c *class, kinds []kind) (ref uint32, ok bool) {
+	if !e.divided(c) {
+		return e.victim(c, tenant.None, kinds)
+	}
+	var tried [tenant.MaxIDs]bool
+	for {
+		t, ok := e.loser(c, nobody, &tried)
+		if !ok {
+			return 0, false
+		}
+		if ref, ok = e.victim(c, t, kinds); ok {
+			return ref, true
+		}
+		tried[t] = true
+	}
+}
+
+// evict drops the end of a prefix of a class, because a tenant wants room. It returns false if
+// there is none that this tenant may have evicted.
+func (e *Engine) evict(c *class, who tenant.ID) bool {
+	var tried [tenant.MaxIDs]bool
+	for range maxStrays + tenant.MaxIDs {
+		order, divided := tenant.None, e.divided(c)
+		if divided {
+			var ok bool
+			if order, ok = e.loser(c, who, &tried); !ok {
+				return false
+			}
+		}
+		dropped := e.evictFrom(c, order)
+		switch {
+		case dropped && c.free > 0:
+			return true
+		case !dropped && !divided:
+			return false
+		}
+		tried[order] = !dropped
+	}
+	return false
+}
+
+// divided reports whether each tenant has an order of eviction of its own in a class.
+func (e *Engine) divided(c *class) bool { return e.tenants.shares.On() && !c.isForeign }
+
+// evictFrom drops the end of a prefix of one of a class's orders: one that was written ahead, or
+// the policy's choice. It returns false if there is none. A slot of a region that is being emptied
+// is not handed out when it has become free.
+func (e *Engine) evictFrom(c *class, order tenant.ID) bool {
 	for range maxStrays {
-		ref := c.coldFirst
+		ref := c.parts[order].coldFirst
 		if ref == 0 {
 			var ok bool
-			if ref, ok = e.victim(c); !ok {
+			if ref, ok = e.victim(c, order, evictionOrder); !ok {
 				return false
 			}
 		} else if e.regions[ref>>recordBits].retired {
@@ -42,9 +96,7 @@ func (e *Engine) evict(c *class) bool {
 			continue
 		}
 		e.expel(ref)
-		if c.free > 0 {
-			return true
-		}
+		return true
 	}
 	return false
 }
@@ -56,25 +108,26 @@ func (e *Engine) expel(ref uint32) {
 	} else {
 		e.stats.Evictions++
 		e.stats.EvictedPages += uint64(s.pages)
+		e.row(r.tenants[ref&recordMask]).evicted++
 	}
 	e.leave(ref, true)
 	e.release(ref)
 }
 
-// alloc takes a free slot for a store, and evicts one if it must. 0: there is none.
-func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
+// alloc takes a free slot for a tenant, and evicts one if it must. 0: there is none.
+func (e *Engine) alloc(s *space, who tenant.ID, chunk, pages int) uint32 {
 	c := s.class
-	if c.free == 0 && !e.evict(c) {
+	if c.free == 0 && !e.evict(c, who) {
 		return 0
 	}
 	if e.cfg.FixedRegions { // each may be on a device of its own
 		c.turn++
-		return e.take(c.nextOpen(c.turn), s, chunk, pages)
+		return e.take(c.nextOpen(c.turn), s, who, chunk, pages)
 	}
 	if r := c.open; r == nil || r.class != c || r.free == 0 || r.draining {
 		c.open = c.nextOpen(0)
 	}
-	return e.take(c.open, s, chunk, pages)
+	return e.take(c.open, s, who, chunk, pages)
 }
 
 // nextOpen returns the first region of a class, from the given one on, that has a free slot. There
@@ -88,8 +141,8 @@ func (c *class) nextOpen(first int) *region {
 	panic("engine: a class counts free slots that its regions have not")
 }
 
-// take makes a free slot of a region one that is being filled.
-func (e *Engine) take(r *region, s *space, chunk, pages int) uint32 {
+// take makes a free slot of a region one that is being filled for a tenant.
+func (e *Engine) take(r *region, s *space, who tenant.ID, chunk, pages int) uint32 {
 	i, gen := uint32(r.fresh), r.firstGen
 	if r.freeList != 0 {
 		i = r.freeList - 1
@@ -110,6 +163,7 @@ func (e *Engine) take(r *region, s *space, chunk, pages int) uint32 {
 	r.slots[i] = slot{stamp: e.tick, gen: gen, chunk: uint32(chunk), granted: uint16(pages),
 		space: s.id, state: filling}
 	r.kin[i] = kin{}
+	e.assign(r, i, who)
 	e.wantVictims(r.class)
 	return r.num<<recordBits | i
 }

@@ -5,6 +5,7 @@ import (
 	"math/bits"
 
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
 // Foreign slots: what peers lend, read where it lies. They are those of a region without memory,
@@ -203,14 +204,14 @@ func (e *Engine) retractLent(r *region, ref uint32) {
 	s.pages = 0
 }
 
-// grantForeign takes a foreign slot for a chunk to borrow. 0: there is none, or the owner has its
-// share.
-func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
+// grantForeign takes a foreign slot for a chunk to borrow for a tenant. 0: there is none, or the
+// owner has its share.
+func (e *Engine) grantForeign(ow *owner, who tenant.ID, chunk, pages int) uint32 {
 	s := ow.space.shadow
 	if s == nil || ow.foreign.n >= s.class.limit {
 		return 0
 	}
-	ref := e.alloc(s, chunk, pages)
+	ref := e.alloc(s, who, chunk, pages)
 	if ref != 0 {
 		ow.foreign.add(ref, s.class.limit)
 	}

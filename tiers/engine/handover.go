@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
 // Handover: the engine of another process goes on with what this one's owners and operators hold.
@@ -395,6 +396,7 @@ func (e *Engine) block(sp *space, ref uint32, chunk int) bool {
 	r.slots[i] = slot{stamp: e.tick, gen: gen, chunk: uint32(chunk), space: sp.id, state: ready,
 		flags: doomed}
 	r.kin[i] = kin{}
+	e.assign(r, i, tenant.None)
 	r.lease()
 	return true
 }

@@ -49,7 +49,8 @@ func (w *world) takeOver() {
 			_, s := old.slot(num<<recordBits | slot)
 			kept[num] = append(kept[num], keptSlot{x, Restored{Slot: slot, First: x.first,
 				Pages: len(x.hashes) / x.space.g.DigestBytes, Prev: x.prev, Hashes: x.hashes,
-				Order: s.stamp, Unverified: s.unverified() || m.rng.IntN(4) == 0}})
+				Order: s.stamp, Unverified: s.unverified() || m.rng.IntN(4) == 0,
+				Tenant: x.who}})
 		}
 	}
 	old.Close()

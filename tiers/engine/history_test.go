@@ -73,10 +73,15 @@ func (w *world) promote(s *modelSession) {
 			w.fatal("a promotion that leaves a gap: %v", err)
 		}
 	}
-	out, err := w.e.PreparePromotion(s.owner, id, PromotionRun{
-		FirstPage: first, Prev: prev, Hashes: l.p.digests(first, len(l.p), size), Have: have,
-		Lent: lent,
-	}, nil)
+	who := w.tenant()
+	var out []PromotedChunk
+	var err error
+	w.fairly(s.space, who, func() {
+		out, err = w.e.PreparePromotion(s.owner, id, PromotionRun{
+			FirstPage: first, Prev: prev, Hashes: l.p.digests(first, len(l.p), size), Have: have,
+			Lent: lent, Tenant: who,
+		}, nil)
+	})
 	if errors.Is(err, tiers.ErrBusy) {
 		return
 	}
@@ -333,6 +338,10 @@ type strict struct {
 	policy.Policy
 	notes map[uint32]bool // residents, and whether they are offered
 	slots map[uint32]int  // of the regions that it was given
+
+	groups map[uint32]uint8 // of residents
+	victim uint32           // that was named last
+	w      *world
 }
 
 func (s *strict) must(ok bool, what string, ref uint32) {
@@ -361,11 +370,11 @@ func (s *strict) Read(refs []uint32) {
 	s.Policy.Read(refs)
 }
 
-func (s *strict) Enter(ref uint32, key uint64, parent uint32) {
+func (s *strict) Enter(ref uint32, key uint64, parent uint32, group uint8) {
 	s.must(!s.resident(ref) && key != 0, "a resident slot, or one without a key, is entered", ref)
 	s.must(parent == 0 || s.resident(parent), "a parent is not resident", parent)
-	s.notes[ref] = false
-	s.Policy.Enter(ref, key, parent)
+	s.notes[ref], s.groups[ref] = false, group
+	s.Policy.Enter(ref, key, parent, group)
 }
 
 func (s *strict) Use(ref uint32) {
@@ -387,13 +396,35 @@ func (s *strict) Hold(ref uint32) {
 
 func (s *strict) Leave(ref uint32, evicted bool) {
 	s.must(s.resident(ref), "what is not resident leaves", ref)
+	s.checkOrder(ref, evicted)
 	delete(s.notes, ref)
+	delete(s.groups, ref)
 	s.Policy.Leave(ref, evicted)
+}
+
+func (s *strict) Regroup(ref uint32, group uint8) {
+	s.must(s.resident(ref), "what is not resident goes to another group", ref)
+	s.groups[ref] = group
+	s.Policy.Regroup(ref, group)
+}
+
+// checkOrder verifies that a slot that leaves for room is not pinned, and is cold or the victim
+// that was named last. A region that is emptied goes as it is.
+func (s *strict) checkOrder(ref uint32, evicted bool) {
+	r := s.w.e.regions[ref>>recordBits]
+	if !evicted || r.draining || r.foreign {
+		return
+	}
+	s.must(r.kinds[ref&recordMask] != pinned, "a pinned slot is evicted", ref)
+	if s.notes[ref] {
+		s.must(ref == s.victim, "it is evicted and is no victim", ref)
+		s.w.hinted += b2i(r.kinds[ref&recordMask] == retained)
+	}
 }
 
 func (s *strict) Copy(from, to uint32) {
 	s.must(s.resident(from) && !s.resident(to), "a copy of what is not resident, or to what is", to)
-	s.notes[to] = false
+	s.notes[to], s.groups[to] = false, s.groups[from]
 	s.Policy.Copy(from, to)
 }
 
@@ -403,9 +434,20 @@ func (s *strict) Inherit(parent, child uint32) {
 	s.Policy.Inherit(parent, child)
 }
 
-func (s *strict) Victim() (uint32, bool) {
-	ref, ok := s.Policy.Victim()
+func (s *strict) Victim(group uint8) (uint32, bool) {
+	ref, ok := s.Policy.Victim(group)
 	s.must(!ok || s.notes[ref], "a victim that is not offered", ref)
+	if s.victim = ref; ok {
+		// None is there that hints have leave before it.
+		rank := func(group uint8) int {
+			return slices.Index(evictionOrder, group%groupsOfTenant)
+		}
+		for other, offered := range s.notes {
+			g := s.groups[other]
+			s.must(!offered || g/groupsOfTenant != group/groupsOfTenant || rank(g) >= rank(group),
+				"it should leave after another", ref)
+		}
+	}
 	return ref, ok
 }
 
@@ -433,7 +475,8 @@ func (w *world) checkPolicies() {
 				}
 			}
 			offered, ok := r.class.policy.(*strict).notes[ref]
-			if want := s.idle() && s.children == 0 && s.flags&cold == 0 && !r.retired; !ok ||
+			if want := s.idle() && s.children == 0 && s.flags&cold == 0 && !r.retired &&
+				r.kinds[i] != pinned; !ok ||
 				offered != want {
 				w.fatal("slot %#x is evictable: %v; the policy knows it: %v, and was offered it: %v", ref, want, ok, offered)
 			}

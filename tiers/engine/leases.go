@@ -77,6 +77,7 @@ type storeBody struct {
 	// of a store of every nth chunk: for each grant the digests of the page before and of the page
 	// after, zeros where there is none
 	around []byte
+	hints  Hints // for the chunks, once they are stored
 }
 
 // errandBody is what the writing, moving or copying of a chunk has beside its slot.
@@ -385,6 +386,11 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 // foreign class.
 func (e *Engine) used(c *class, slots []uint32) {
 	gone := false
+	if e.hints.low > 0 {
+		for _, ref := range slots {
+			e.raise(ref)
+		}
+	}
 	for _, ref := range slots {
 		r, s := e.slot(ref)
 		gone = gone || s.state != ready || s.doomed() || r.foreign

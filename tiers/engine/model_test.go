@@ -15,6 +15,7 @@ import (
 	"lookaside/internal/leak"
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
+	"lookaside/tiers/tenant"
 )
 
 var (
@@ -163,6 +164,11 @@ type world struct {
 	followers                 followers
 	mirror                    mirror
 	peers                     modelPeers
+	tenants                   modelTenants
+	advised                   int
+	expired                   bool                   // Expire was called since the clock moved
+	kept                      map[tiers.Geometry]int // slots that hints keep
+	hinted, deferred          int                    // chunks evicted in spite of a hint; pages
 }
 
 func (w *world) fatal(format string, args ...any) {
@@ -190,7 +196,8 @@ func newWorld(t *testing.T, seed uint64) *world {
 		pins:    map[uint64]*modelSpace{},
 		flights: map[uint64]*modelFlight{}, cascades: map[uint64]*modelCascade{},
 		moves: map[uint64]*modelMove{}, drained: map[uint32]bool{}, going: map[uint32]bool{},
-		nextRegion: 200, chain: map[string]string{}, place: map[string]int{}}
+		nextRegion: 200, chain: map[string]string{}, place: map[string]int{},
+		kept: map[tiers.Geometry]int{}}
 	w.calls = 60
 	if w.chance(2) { // regions are drained, and go
 		w.calls = 72
@@ -238,6 +245,8 @@ func newWorld(t *testing.T, seed uint64) *world {
 	cfg.JournalBytes = minJournalBytes
 	cfg.Policy = policy.Names()[w.rng.IntN(len(policy.Names()))]
 	cfg.PromotingShare = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
+	cfg.HintShare = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
+	cfg.HintLimit = time.Duration(1 + w.rng.Int64N(4*w.deadline))
 	cfg.LowWater = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
 	cfg.PartialDelay = time.Duration(1 + w.rng.Int64N(growPatience/5))
 	cfg.Wake = func(work Work) {
@@ -256,6 +265,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	}
 	cfg.ForeignSlots, cfg.CopyAfter = w.startPeers()
 	w.startMirror(&cfg)
+	w.startTenants(&cfg)
 	for range w.rng.IntN(4) {
 		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)),
 			Queue: []int{1, 3, 0}[w.rng.IntN(3)]})
@@ -302,7 +312,8 @@ func (w *world) start(cfg Config) {
 	w.e, w.policies = e, nil
 	plain := e.newPolicy
 	e.newPolicy = func(foreign bool) policy.Policy {
-		s := &strict{Policy: plain(foreign), notes: map[uint32]bool{}, slots: map[uint32]int{}}
+		s := &strict{Policy: plain(foreign), notes: map[uint32]bool{}, slots: map[uint32]int{},
+			groups: map[uint32]uint8{}, w: w}
 		w.policies = append(w.policies, s)
 		return s
 	}
@@ -505,8 +516,16 @@ func (w *world) prepareStore(s *modelSession) {
 			asked++
 		}
 	}
-	res, out, err := w.e.PrepareShare(s.owner, first, prev, p.digests(first, len(p), g.DigestBytes),
-		share, out)
+	how := Storing{Share: share, Tenant: w.tenant()}
+	if w.chance(2) {
+		how.Hints, how.FromUse = w.hint()
+	}
+	var res StoreResult
+	var err error
+	w.fairly(s.space, how.Tenant, func() {
+		res, out, err = w.e.PrepareStoring(s.owner, first, prev,
+			p.digests(first, len(p), g.DigestBytes), how, out)
+	})
 	if errors.Is(err, tiers.ErrBusy) {
 		return
 	}
@@ -534,10 +553,18 @@ func (w *world) prepareStore(s *modelSession) {
 			}
 		}
 	}
-	if res.Held+res.Shed+len(granted) != asked || (res.Store == 0) != (len(grants) == 0) {
+	w.deferred += res.Deferred
+	if res.Deferred > 0 && how.FromUse < 2 {
+		w.fatal("%d pages are deferred", res.Deferred)
+	}
+	if res.Held+res.Shed+res.Deferred+len(granted) != asked ||
+		(res.Store == 0) != (len(grants) == 0) {
 		w.fatal("%+v and %d granted for %d pages", res, len(granted), asked)
 	}
 	shed := res.Shed // the last of them
+	if res.Deferred > 0 {
+		shed = asked // which of them is not told
+	}
 	for i := len(p) - 1; i >= first; i-- {
 		if !mine(i) {
 			continue
@@ -757,6 +784,7 @@ func (w *world) stall() {
 			}
 		}
 	}
+	w.expired = true
 	if n := w.e.Expire(); n != want {
 		w.fatal("%d lookups expired, want %d", n, want)
 	}
@@ -875,7 +903,12 @@ func (w *world) run(steps int) {
 		case 39:
 			// less than a deadline: nothing is done about it yet
 			w.now += w.rng.Int64N(growPatience / 20)
+			w.expired = false
 		}
+		if w.chance(8) {
+			w.advise()
+		}
+		w.checkHints()
 		if w.seed%4 == 0 || w.chance(20) {
 			w.check(w.e.Check())
 			w.checkPolicies()
@@ -951,7 +984,8 @@ func TestRandomHistories(t *testing.T) {
 	hits, exacts, cascades, dropped, unplugged, verified, corrupt, compared := 0, 0, 0, 0, 0, 0, 0,
 		0
 	var synced, gaps, borrowed, mixed, copied, kept, refused, restarted uint64
-	var taken, cut, blocked, written uint64
+	var taken, cut, blocked, written, spared uint64
+	advised, hinted, deferred := 0, 0, 0
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -964,10 +998,12 @@ func TestRandomHistories(t *testing.T) {
 		verified += w.verified
 		corrupt += w.corrupt
 		compared += w.compared
+		advised, hinted, deferred = advised+w.advised, hinted+w.hinted, deferred+w.deferred
 		kept, refused, restarted = kept+w.mirror.published, refused+w.mirror.refused,
 			restarted+w.mirror.restarted
 		taken, cut = taken+w.mirror.taken, cut+w.mirror.cut
 		blocked, written = blocked+w.mirror.blocked, written+w.mirror.written
+		spared += uint64(w.tenants.spared)
 		synced += uint64(w.followers.synced)
 		gaps += w.followers.gaps
 		borrowed, mixed, copied = borrowed+w.peers.borrowed, mixed+w.peers.mixed,
@@ -985,7 +1021,10 @@ func TestRandomHistories(t *testing.T) {
 			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared},
 			{&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}, {&total.Moved, s.Moved},
 			{&total.ForeignEvicted, s.ForeignEvicted}, {&total.ForeignBad, s.ForeignBad},
-			{&total.CopiesFailed, s.CopiesFailed}} {
+			{&total.CopiesFailed, s.CopiesFailed},
+			{&total.HintsRetained, s.HintsRetained}, {&total.HintsPinned, s.HintsPinned},
+			{&total.HintsDemoted, s.HintsDemoted}, {&total.HintsOver, s.HintsOver},
+			{&total.HintsExpired, s.HintsExpired}} {
 			*c.to += c.v
 		}
 	}
@@ -1005,10 +1044,15 @@ func TestRandomHistories(t *testing.T) {
 		"chunks restored after a restart": restarted, "leases taken over": taken,
 		"lookups cut at a takeover": cut, "dropped chunks read during a takeover": blocked,
 		"grants written to after a takeover": written,
+		"evictions that spared a tenant":     spared,
 		"followers overrun":                  gaps,
 		"loans":                              borrowed, "loads from the arena and from peers": mixed,
 		"loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad, "copies": copied,
-		"failed copies": total.CopiesFailed} {
+		"failed copies": total.CopiesFailed,
+		"advice":        uint64(advised), "retained chunks evicted": uint64(hinted),
+		"deferred pages": uint64(deferred), "retained": total.HintsRetained,
+		"pinned": total.HintsPinned, "demoted": total.HintsDemoted,
+		"hints beyond their share": total.HintsOver, "expired hints": total.HintsExpired} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)
 		}
@@ -1134,6 +1178,13 @@ func FuzzEngine(f *testing.F) {
 				_ = e.Contains(SpaceID(next()%5), first, h, make([]uint16, next()%13))
 				if next()%4 == 0 {
 					_, _ = e.Drop(SpaceID(next()%5), first, h)
+				}
+				if next()%2 == 0 {
+					_, _ = e.Advise(SpaceID(next()%5), tenant.ID(next()%3), first, h,
+						Advice(next()%3), Hints{Priority: uint8(next()),
+							Retain: time.Duration(odd()), Pin: time.Duration(odd())})
+					now += int64(next())
+					e.Expire()
 				}
 			case 23:
 				if err := e.Drain(uint32(next() % 4)); err == nil && next()%3 == 0 {

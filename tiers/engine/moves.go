@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
 // Move is a chunk to copy from one slot to another. Until EndMove its bytes do not change, and
@@ -16,7 +17,8 @@ type Move struct {
 	Prev   []byte // digest of the page before; empty if there is none, or it is not known
 	Hashes []byte // digests of the pages, end to end
 
-	Unverified bool // the mover must check it as well
+	Unverified bool      // the mover must check it as well
+	Tenant     tenant.ID // whose chunk it is
 }
 
 // MoveEnd is how a move ended.
@@ -98,7 +100,8 @@ func (e *Engine) aim(to, from uint32) *region {
 // startMove grants a free slot for what a ready one holds, and leases that. It is not a use.
 func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 	r, s := e.slot(from)
-	to := e.alloc(e.spaces[s.space], int(s.chunk), int(s.pages))
+	who := r.tenants[from&recordMask]
+	to := e.alloc(e.spaces[s.space], who, int(s.chunk), int(s.pages))
 	rt := e.aim(to, from)
 	if s.idle() {
 		r.lease()
@@ -117,7 +120,7 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 			Offset: r.offset(from, 0)},
 		To: Extent{Page: page, Pages: uint32(s.pages), Region: rt.id,
 			Offset: rt.offset(to, 0)},
-		Unverified: s.unverified(),
+		Unverified: s.unverified(), Tenant: who,
 	}
 	m.Prev, m.Hashes, buf = e.digests(from, buf)
 	return m, buf
@@ -221,6 +224,7 @@ func (e *Engine) relocate(from, to uint32) {
 
 	c := r.class
 	c.policy.Copy(from, to)
+	e.moveHints(from, to)
 	if !e.orphan(from) {
 		parent := e.kin(from).parent
 		e.unhang(from)

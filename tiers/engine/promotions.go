@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
 // PromotionState is what remains to be done for a chunk that a lookup goes on with.
@@ -71,6 +72,9 @@ type PromotionRun struct {
 	// Lent names the chunks that a peer has and not a tier. They must be borrowed (FinishBorrow).
 	// Nil: none are.
 	Lent []bool
+	// Tenant is whose request it is. New slots are its, whoever stored the chunks in the tier: the
+	// tenant that has a chunk brought up is the one that uses the room.
+	Tenant tenant.ID
 }
 
 // validate checks a run of an owner's, whose chunks are those of w.
@@ -375,9 +379,9 @@ func (p *promoter) grant(i, pages int) (ref uint32) {
 	start := w.start(i)
 	switch c := p.ow.space.class; {
 	case p.run.lent(i):
-		ref = e.grantForeign(p.ow, w.chunk+i, pages)
+		ref = e.grantForeign(p.ow, p.run.Tenant, w.chunk+i, pages)
 	case c.promoting < c.promotable:
-		ref = e.grant(p.ow, p.parent, w.chunk+i, pages)
+		ref = e.grant(p.ow, p.run.Tenant, p.parent, w.chunk+i, pages)
 	}
 	if ref == 0 {
 		return 0

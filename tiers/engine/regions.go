@@ -6,6 +6,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
+	"lookaside/tiers/tenant"
 )
 
 // Regions: the memory of the arena by number, and the classes of regions that are carved alike.
@@ -62,8 +63,10 @@ type region struct {
 	leased   int    // slots with pins or with an extension under way
 	lastUse  uint64 // newest stamp
 
-	foreign bool    // its slots stand for chunks in peers' memory, and it has none itself
-	places  []place // by slot, of a foreign region
+	foreign bool        // its slots stand for chunks in peers' memory, and it has none itself
+	places  []place     // by slot, of a foreign region
+	tenants []tenant.ID // by slot; of a free one it means nothing
+	kinds   []kind      // by slot; plain unless it is ready
 
 	mem *carved // what the slices lie in
 }
@@ -84,12 +87,15 @@ type class struct {
 	promoting  int // slots that are filling from a tier
 	promotable int // how many may be
 
-	uncarved            int         // slots that the regions which are not carved yet would have
-	cold                int         // slots that are
-	coldFirst, coldLast uint32      // those of them not in use, which are evicted next
-	turn                int         // the region that the last store went to, counted on
-	open                *region     // where a slot was free last, nil: nowhere yet
-	block               *tableBlock // for the tables of the next piece, if they fit; nil: none yet
+	uncarved int         // slots that the regions which are not carved yet would have
+	cold     int         // slots that are
+	kept     int         // slots that are retained or pinned
+	turn     int         // the region that the last store went to, counted on
+	open     *region     // where a slot was free last, nil: nowhere yet
+	block    *tableBlock // for the tables of the next piece, if they fit; nil: none yet
+
+	parts   [tenant.MaxIDs]part // by tenant
+	unnamed int                 // tenants that hold something, and have no named share
 
 	// of the slots for what peers lend of the same geometry; nil: there are none (yet)
 	foreign   *class

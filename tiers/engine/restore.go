@@ -12,6 +12,7 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
 // Restored is a slot that was ready when the engine of another run ended.
@@ -24,7 +25,8 @@ type Restored struct {
 	Hashes []byte // digests of the pages, end to end
 	Order  uint64 // by which the slots of all regions were committed, smaller ones first
 
-	Unverified bool // its bytes must be checked before they are read: see NextVerify
+	Unverified bool      // its bytes must be checked before they are read: see NextVerify
+	Tenant     tenant.ID // whose chunk it is
 }
 
 // fits reports whether an engine can have had x in a region and a space. It is false if an earlier
@@ -239,6 +241,7 @@ func (e *Engine) stage(r *region, entries []Restored) (*stagedRegion, []staged, 
 		}
 		sl.chunk, sl.granted, sl.space = uint32(x.First/r.ppc), uint16(x.Pages), uint16(x.Space)
 		block[i].ref, block[i].pages = r.num<<recordBits|x.Slot, uint16(x.Pages)
+		r.tenants[x.Slot] = x.Tenant
 		e.spaces[x.Space].staged++
 	}
 	of.blocks = append(of.blocks, block)
@@ -433,6 +436,7 @@ func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped 
 			}
 		}
 		mu.Lock()
+		e.assignAll(r)
 		r.free -= taken
 		if !r.draining {
 			r.class.free -= taken

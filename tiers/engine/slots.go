@@ -136,6 +136,9 @@ func (e *Engine) touch(ref uint32) {
 	r, s := e.slot(ref)
 	s.stamp, r.lastUse = e.tick, e.tick
 	r.class.policy.Use(ref)
+	if e.hints.low > 0 {
+		e.raise(ref)
+	}
 	if s.flags&cold != 0 {
 		e.thaw(ref)
 		if s.idle() {
@@ -155,11 +158,14 @@ func (e *Engine) offer(ref uint32) {
 	case r.retired:
 		if s.flags&cold != 0 {
 			s.flags &^= cold
-			r.class.cold--
+			e.countCold(r, ref, -1)
 		}
 		return
 	case s.flags&cold != 0:
-		e.cool(r.class, ref)
+		e.cool(r, ref)
+		return
+	}
+	if e.hints.pinned > 0 && r.kinds[ref&recordMask] == pinned {
 		return
 	}
 	r.class.policy.Offer(ref)
@@ -186,7 +192,8 @@ func (e *Engine) register(ref uint32) {
 	if int(s.pages) == r.ppc {
 		pos = r.ppc - 1
 	}
-	r.class.policy.Enter(ref, sp.key(r.digest(ref&recordMask, pos)), e.heldParent(ref))
+	r.class.policy.Enter(ref, sp.key(r.digest(ref&recordMask, pos)), e.heldParent(ref),
+		groupOf(e.orderOf(r, ref), 0))
 	s.stamp, r.lastUse = e.tick, e.tick
 }
 
@@ -240,7 +247,7 @@ func (e *Engine) settle(ref uint32) {
 		}
 		e.bequeath(ref)
 		if s.flags&cold != 0 {
-			e.cool(r.class, ref) // as thaw expects
+			e.cool(r, ref) // as thaw expects
 		}
 		e.leave(ref, false)
 		e.release(ref)
@@ -268,6 +275,7 @@ func (e *Engine) leave(ref uint32, evicted bool) {
 	}
 	e.disown(ref)
 	r.class.policy.Leave(ref, evicted)
+	e.forgetHints(r, ref)
 	s.flags |= doomed
 	e.gone(ref)
 }
@@ -310,6 +318,7 @@ func (e *Engine) release(ref uint32) {
 	e.vouch(s)
 	e.gone(ref)
 	e.spaceOf(r, s).chunks--
+	e.unassign(r, ref)
 	if r.foreign {
 		e.returnLoan(r, ref)
 	}

@@ -37,6 +37,16 @@ type Counters struct {
 	PromotionsLate   uint64 // chunks that a store committed first
 	PromotedPages    uint64 // pages that promotions made findable
 
+	// Of hints, in chunks; one that gets the same hint again counts again.
+	HintsRetained uint64
+	HintsPinned   uint64
+	HintsLow      uint64 // to be evicted before others
+	HintsDemoted  uint64 // of those, written to tiers first
+	HintsOver     uint64 // neither retained nor pinned, because it would be more than HintShare
+	HintsOfOthers uint64 // ignored, because the chunk is another tenant's, which has a share
+	HintsExpired  uint64 // times to retain or pin that are over
+	DeferredPages uint64 // requested to be stored from a later use on
+
 	BorrowedChunks uint64 // leased from peers
 	BorrowedPages  uint64
 	ForeignEvicted uint64 // borrowed chunks dropped for room
@@ -56,6 +66,9 @@ type Stats struct {
 	UsedBytes     int64 // in slots that are not free
 	Slots         int   // in carved regions
 	FreeSlots     int
+	RetainedSlots int // by hints
+	PinnedSlots   int // by hints
+	LowSlots      int // by hints
 	FillingSlots  int
 	Promoting     int // filling slots that wait for a tier
 	ReadySlots    int
@@ -88,7 +101,8 @@ func (e *Engine) Stats() Stats {
 	st := Stats{
 		Counters: e.stats, Regions: len(e.byID) + len(e.areas), CapacityBytes: e.bytes,
 		Leases: e.leases.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
-		Owners: len(e.owners), WantRegion: e.waiting,
+		Owners: len(e.owners), WantRegion: e.waiting, PinnedSlots: e.hints.pinned,
+		RetainedSlots: len(e.hints.kept.heap) - e.hints.pinned, LowSlots: e.hints.low,
 		MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
 	}
 	for _, r := range e.regions[1 : e.nregion+1] {
@@ -96,7 +110,7 @@ func (e *Engine) Stats() Stats {
 			continue
 		}
 		n := len(r.slots)
-		st.MetadataBytes += int64(n)*(64+20+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) +
+		st.MetadataBytes += int64(n)*(64+20+16+4+2) + int64(n*(r.ppc-1))*int64(8*r.words) +
 			int64(n*r.ppc)*8
 		if r.foreign {
 			st.ForeignSlots += n

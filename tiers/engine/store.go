@@ -5,13 +5,17 @@ import (
 	"fmt"
 
 	"lookaside/tiers"
+	"lookaside/tiers/tenant"
 )
 
-// StoreResult is what PrepareStore found: each page asked for is held, shed or granted.
+// StoreResult is what PrepareStore found.
 type StoreResult struct {
 	Store uint64 // handle for CommitStore or AbortStore; 0: nothing was granted
 	Held  int    // pages that are held already
 	Shed  int    // pages for which there is no room
+	// Deferred counts pages that are to be stored from a later use on. Every page asked for is
+	// held, shed, deferred or granted.
+	Deferred int
 }
 
 // PrepareStore finds which of the pages from firstPage on are not held, and appends grants for them
@@ -24,7 +28,7 @@ type StoreResult struct {
 // many stores.
 func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte,
 	out []Grant) (StoreResult, []Grant, error) {
-	return e.PrepareShare(o, firstPage, prev, hashes, Share{}, out)
+	return e.PrepareStoring(o, firstPage, prev, hashes, Storing{}, out)
 }
 
 // Share is one of the parts into which owners that hold the same pages divide their stores: the
@@ -34,9 +38,17 @@ type Share struct{ Of, Index int }
 
 func (p Share) has(chunk int) bool { return p.Of <= 1 || chunk%p.Of == p.Index }
 
-// PrepareShare is PrepareStore for a share of the pages' chunks. The result has nothing of the
-// others; they may become visible before or after.
-func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share Share,
+// Storing is what a store wants beside its pages.
+type Storing struct {
+	Share
+	Tenant  tenant.ID // whose chunks they are
+	Hints             // how they are kept, and those that are held already
+	FromUse int       // store each chunk when it is wanted for this number of times; 0 and 1: at once
+}
+
+// PrepareStoring is PrepareStore as how has it. The result has nothing of the chunks that are not
+// in how.Share; they may become visible before or after.
+func (e *Engine) PrepareStoring(o Owner, firstPage int, prev, hashes []byte, how Storing,
 	out []Grant) (StoreResult, []Grant, error) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -65,7 +77,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 		return StoreResult{}, out, err
 	}
 	e.tick++
-	p := storer{e: e, ow: ow, w: w, share: share, granted: e.scratch.held[:0], out: out}
+	p := storer{e: e, ow: ow, w: w, how: how, granted: e.scratch.held[:0], out: out}
 	if firstPage > 0 {
 		if rec := e.find(ow.space, prev); rec != 0 && e.at(rec, firstPage-1) {
 			p.parent, _ = e.slotOf(rec)
@@ -76,13 +88,13 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	return p.res, p.out, nil
 }
 
-// storer is one call of PrepareShare. It has the walk and not a pointer to it, as that would move
+// storer is one call of PrepareStoring. It has the walk and not a pointer to it, as that would move
 // the walk to the heap.
 type storer struct {
-	e     *Engine
-	ow    *owner
-	w     walk
-	share Share
+	e   *Engine
+	ow  *owner
+	w   walk
+	how Storing
 
 	parent  uint32 // the slot of the chunk before the next one, if it is ready
 	granted []uint32
@@ -97,7 +109,11 @@ func (p *storer) reserve(refs []uint32) {
 		if p.held(i, rec) {
 			continue
 		}
-		mine := p.share.has(p.w.chunk + i)
+		mine := p.how.has(p.w.chunk + i)
+		if mine && p.how.FromUse > 1 && !p.due(i) {
+			p.postpone(i, refs)
+			return
+		}
 		if mine && !p.grant(i) {
 			p.shed(i)
 			return
@@ -119,8 +135,9 @@ func (p *storer) held(i int, rec uint32) bool {
 		e.adopt(p.parent, ref)
 	}
 	e.touch(ref)
+	e.follow(ref, p.how.Tenant, &p.how.Hints)
 	p.parent = ref
-	if p.share.has(w.chunk + i) {
+	if p.how.has(w.chunk + i) {
 		p.res.Held += last - w.start(i) + 1
 	}
 	return true
@@ -138,7 +155,7 @@ func (p *storer) grant(i int) bool {
 	}
 	start := w.start(i)
 	pages := w.last(i) - start + 1
-	ref := e.grant(p.ow, p.parent, w.chunk+i, pages)
+	ref := e.grant(p.ow, p.how.Tenant, p.parent, w.chunk+i, pages)
 	if ref == 0 {
 		e.stats.Limited++
 		return false
@@ -184,10 +201,34 @@ func (p *storer) add(ref uint32, start, from, to int) {
 		Region: r.id, Offset: r.offset(ref, from)})
 }
 
+// due counts a use of chunk i, and reports whether it is one to store the chunk.
+func (p *storer) due(i int) bool {
+	hash := p.ow.space.hash(p.w.hash(p.w.last(i)))
+	return int(p.e.hints.uses.add(hash)) >= p.how.FromUse
+}
+
+// postpone counts the pages of the share from chunk i on that are not held as deferred, and a use
+// of each of the chunks after it. What follows chunk i is of no use without it.
+func (p *storer) postpone(i int, refs []uint32) {
+	for first := i; i < p.w.chunks; i++ {
+		if i > first && p.held(i, refs[i]) {
+			continue
+		}
+		p.parent = 0
+		if !p.how.has(p.w.chunk + i) {
+			continue
+		}
+		if i > first {
+			p.due(i)
+		}
+		p.res.Deferred += p.w.last(i) - p.w.start(i) + 1
+	}
+}
+
 // shed counts the pages of the share from chunk i on for which there is no room.
 func (p *storer) shed(i int) {
 	for ; i < p.w.chunks; i++ {
-		if p.share.has(p.w.chunk + i) {
+		if p.how.has(p.w.chunk + i) {
 			p.res.Shed += p.w.last(i) - p.w.start(i) + 1
 		}
 	}
@@ -200,6 +241,10 @@ func (p *storer) end(prev []byte) {
 	e.stats.Stores++
 	e.stats.HeldPages += uint64(p.res.Held)
 	e.stats.ShedPages += uint64(p.res.Shed)
+	e.stats.DeferredPages += uint64(p.res.Deferred)
+	if p.res.Shed > 0 {
+		e.row(p.how.Tenant).shed += uint64(p.res.Shed)
+	}
 	if len(p.granted) == 0 {
 		return
 	}
@@ -207,8 +252,9 @@ func (p *storer) end(prev []byte) {
 	p.ow.stores++
 	x.first, x.n = w.first, w.n
 	x.store.hasPrev = w.first > 0
+	x.store.hints = p.how.Hints
 	copy(x.store.prev[:], prev)
-	if p.share.Of > 1 {
+	if p.how.Of > 1 {
 		x.store.around = e.around(w, prev, p.granted)
 	}
 	p.res.Store = x.handle()
@@ -286,22 +332,22 @@ func (e *Engine) holds(s *space, rec uint32, page int, d []byte) bool {
 	return sl.state == ready && pos < int(sl.pages) && e.at(rec, page) && e.same(s, rec, d)
 }
 
-// grant takes a slot for a chunk to fill, as a continuation of parent if that is held. It returns 0
-// if there is no room, or if the owner has its share.
-func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
+// grant takes a slot for a chunk of a tenant to fill, as a continuation of parent if that is held.
+// It returns 0 if there is no room, or if the owner has its share.
+func (e *Engine) grant(ow *owner, who tenant.ID, parent uint32, chunk, pages int) uint32 {
 	if c := ow.space.class; ow.slots.n >= c.limit || c.busy >= c.most {
 		return 0
 	}
-	ref := e.allocAfter(ow.space, parent, chunk, pages)
+	ref := e.allocAfter(ow.space, who, parent, chunk, pages)
 	if ref != 0 {
 		ow.slots.add(ref, ow.space.class.limit)
 	}
 	return ref
 }
 
-// allocAfter takes a slot for a chunk, as a continuation of parent if that is held. 0: there is no
-// room.
-func (e *Engine) allocAfter(sp *space, parent uint32, chunk, pages int) uint32 {
+// allocAfter takes a slot for a chunk of a tenant, as a continuation of parent if that is held. 0:
+// there is no room.
+func (e *Engine) allocAfter(sp *space, who tenant.ID, parent uint32, chunk, pages int) uint32 {
 	if parent != 0 {
 		// It must not make room for its own continuation.
 		_, p := e.slot(parent)
@@ -310,7 +356,7 @@ func (e *Engine) allocAfter(sp *space, parent uint32, chunk, pages int) uint32 {
 		}
 		p.children++
 	}
-	ref := e.alloc(sp, chunk, pages)
+	ref := e.alloc(sp, who, chunk, pages)
 	if parent != 0 {
 		_, p := e.slot(parent)
 		p.children--
@@ -404,7 +450,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	r, s := e.slot(ref)
 	sp := x.owner.space
 	if s.state == ready {
-		e.finishExtension(ref, ok)
+		e.finishExtension(ref, ok, &x.store.hints)
 		return
 	}
 	if !ok || s.doomed() {
@@ -428,6 +474,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	e.adoptNext(x, i, ref)
 	e.stats.StoredPages += uint64(pages)
 	e.admit(ref, e.cascades.stored)
+	e.follow(ref, r.tenants[ref&recordMask], &x.store.hints)
 	e.settle(ref)
 }
 
@@ -504,7 +551,7 @@ func (e *Engine) adoptNext(x *lease, i int, ref uint32) {
 }
 
 // finishExtension ends the extension of a ready slot.
-func (e *Engine) finishExtension(ref uint32, ok bool) {
+func (e *Engine) finishExtension(ref uint32, ok bool, h *Hints) {
 	r, s := e.slot(ref)
 	from, to := int(s.pages), int(s.pages)+int(s.granted)
 	s.granted = 0
@@ -518,6 +565,7 @@ func (e *Engine) finishExtension(ref uint32, ok bool) {
 		r.class.policy.Use(ref)
 		e.grown(ref)
 		e.came(ref)
+		e.follow(ref, r.tenants[ref&recordMask], h)
 	}
 	if s.idle() {
 		r.unlease()

@@ -1,5 +1,7 @@
 package engine
 
+import "lookaside/tiers/tenant"
+
 // Verification is a chunk whose bytes are to be read as they are: to check them, as those of a
 // restored one, or to make their checksums.
 type Verification struct {
@@ -11,8 +13,9 @@ type Verification struct {
 	Offset uint64 // bytes, of its first page
 	First  int    // index of its first page
 	Pages  int
-	Prev   []byte // digest of the page before; empty if there is none, or it is not known
-	Hashes []byte // digests of the pages, end to end
+	Prev   []byte    // digest of the page before; empty if there is none, or it is not known
+	Hashes []byte    // digests of the pages, end to end
+	Tenant tenant.ID // whose chunk it is
 }
 
 // maxShared bounds the slots with a page in common that are looked at for one that is verified. One
@@ -109,7 +112,7 @@ func (e *Engine) verification(ref uint32, buf []byte) (Verification, []byte) {
 	v := Verification{
 		Handle: verifyHandle(ref, s), Space: SpaceID(s.space), Region: r.id, Piece: r.num,
 		Slot: ref & recordMask, Offset: r.offset(ref, 0), First: int(s.chunk) * r.ppc,
-		Pages: int(s.pages),
+		Pages: int(s.pages), Tenant: r.tenants[ref&recordMask],
 	}
 	v.Prev, v.Hashes, buf = e.digests(ref, buf)
 	return v, buf

@@ -112,7 +112,8 @@ func (w *world) restoreSlots(s *modelSpace, in Piece, restore func([]Restored) e
 		p := w.prefix()
 		first := w.rng.IntN(len(p)) / g.PagesPerChunk * g.PagesPerChunk
 		end := min(first+g.PagesPerChunk, len(p))
-		x := Restored{Slot: uint32(slot), Space: s.id, First: first, Pages: end - first,
+		x := Restored{Slot: uint32(slot), Space: s.id, Tenant: w.tenant(), First: first,
+			Pages:  end - first,
 			Hashes: p.digests(first, end, g.DigestBytes), Order: w.rng.Uint64(),
 			Unverified: !w.chance(4)}
 		if first > 0 && !w.chance(4) {

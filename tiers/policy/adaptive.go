@@ -43,12 +43,12 @@ import (
 // A use changes one word of a note and queues another. A victim takes one comparison for each
 // class. Work looks at one note a step and renews one class's worths now and then. Each slot takes
 // some 40 bytes, and so does each remembered chunk. There are as many remembered chunks as slots,
-// plus 65,536.
+// plus 65,536. Groups share all that is learned, and have queues of their own: some 60 KiB for each
+// group beside the first.
 type adaptive struct {
-	books
-	queues [classes]queue
+	books  // a queue for each class
 	gone   ghosts
-	recent stack // offered slots, the newest last
+	recent []*stack // by group: offered slots, the newest last
 
 	// used is a ring of the rank that each slot had before its use, by the time of the use. Uses
 	// after counted are not in reused yet; Work adds them. Adding each use at once would make a
@@ -138,7 +138,8 @@ var classOf, oneMore = func() (class, next [256]uint8) {
 }()
 
 func newAdaptive(o Options) Policy {
-	a := &adaptive{gone: ghosts{seed: o.Seed}}
+	a := &adaptive{books: newBooks(classes), gone: ghosts{seed: o.Seed},
+		recent: []*stack{new(stack)}}
 	a.at[0], a.at[1] = uint32(mix(o.Seed)), uint32(mix(o.Seed)>>32)
 	a.renew(0)
 	for a.renewed < classes {
@@ -150,17 +151,18 @@ func newAdaptive(o Options) Policy {
 func (a *adaptive) Name() string { return "adaptive" }
 
 func (a *adaptive) Grow(region uint32, slots int) {
-	a.grow(region, slots, a.queues[:])
+	a.grow(region, slots)
 	a.gone.resize(a.capacity + minGhosts)
 }
 
 func (a *adaptive) Shrink(region uint32) {
-	a.shrink(region, a.queues[:])
+	a.shrink(region)
 	a.gone.resize(a.capacity + minGhosts)
 }
 
-func (a *adaptive) Enter(ref uint32, key uint64, parent uint32) {
-	n := a.enter(ref, key)
+func (a *adaptive) Enter(ref uint32, key uint64, parent uint32, group uint8) {
+	a.need(group)
+	n := a.enter(ref, key, group)
 	if i := a.gone.find(key); i != 0 {
 		n.rank = a.again(a.gone.nodes[i].rank)
 		a.gone.remove(i)
@@ -169,6 +171,14 @@ func (a *adaptive) Enter(ref uint32, key uint64, parent uint32) {
 	}
 	if parent != 0 {
 		a.goesOn(parent)
+	}
+}
+
+func (a *adaptive) need(group uint8) {
+	if !a.has(group) {
+		a.makeGroup(group)
+		a.recent = append(a.recent, make([]*stack, len(a.of)-len(a.recent))...)
+		a.recent[group] = new(stack)
 	}
 }
 
@@ -201,13 +211,16 @@ func (a *adaptive) goesOn(ref uint32) {
 	}
 }
 
+// queueOf returns the queue of a slot's class. note.queue is not used.
+func (a *adaptive) queueOf(n *note) *queue { return a.queue(n.group, classOf[uint8(n.rank)]) }
+
 // shift changes a slot's rank, and moves the slot if that changes its class.
 func (a *adaptive) shift(ref uint32, n *note, rank uint64) {
 	if n.pos == 0 {
 		n.rank = rank
 		return
 	}
-	from, to := &a.queues[classOf[uint8(n.rank)]], &a.queues[classOf[uint8(rank)]]
+	from, to := a.queueOf(n), a.queue(n.group, classOf[uint8(rank)])
 	if from == to {
 		from.rank(&a.books, ref, n, rank)
 		return
@@ -238,19 +251,19 @@ func (a *adaptive) again(rank uint64) uint64 {
 
 func (a *adaptive) Offer(ref uint32) {
 	if n := a.note(ref); n.pos == 0 {
-		a.queues[classOf[uint8(n.rank)]].offer(&a.books, ref, n)
-		a.recent.push(ref)
+		a.queueOf(n).offer(&a.books, ref, n)
+		a.recent[n.group].push(ref)
 	}
 }
 
 func (a *adaptive) Hold(ref uint32) {
 	n := a.note(ref)
-	a.queues[classOf[uint8(n.rank)]].hold(&a.books, n)
+	a.queueOf(n).hold(&a.books, n)
 }
 
 func (a *adaptive) Leave(ref uint32, evicted bool) {
 	n := a.note(ref)
-	a.queues[classOf[uint8(n.rank)]].hold(&a.books, n)
+	a.queueOf(n).hold(&a.books, n)
 	if evicted && n.key != 0 {
 		if a.gone.full() {
 			a.gone.drop(0)
@@ -258,6 +271,15 @@ func (a *adaptive) Leave(ref uint32, evicted bool) {
 		a.gone.add(0, n.key).rank = n.rank
 	}
 	a.leave(n)
+}
+
+func (a *adaptive) Regroup(ref uint32, group uint8) {
+	a.need(group)
+	n := a.note(ref)
+	a.regroup(ref, n, group, classOf[uint8(n.rank)])
+	if n.pos != 0 {
+		a.recent[group].push(ref)
+	}
 }
 
 func (a *adaptive) Copy(from, to uint32) { a.copy(from, to) }
@@ -269,27 +291,31 @@ func (a *adaptive) Inherit(parent, child uint32) {
 	a.shift(parent, p, last<<rankShift|goneOn|p.rank&maxUses)
 }
 
-func (a *adaptive) Victim() (ref uint32, ok bool) {
+func (a *adaptive) Victim(group uint8) (ref uint32, ok bool) {
+	if !a.has(group) {
+		return 0, false
+	}
 	var least float64
-	for i := range a.queues {
-		if a.queues[i].n == 0 {
+	queues, recent := a.queues[int(group)*classes:][:classes], a.recent[group]
+	for i := range queues {
+		if queues[i].n == 0 {
 			continue
 		}
-		first := a.queues[i].at(0)
+		first := queues[i].at(0)
 		if w := a.value(first.rank); !ok || w < least {
 			ref, least, ok = first.ref, w, true
 		}
 	}
-	for a.recent.n > 0 {
-		r := a.recent.top()
+	for recent.n > 0 {
+		r := recent.top()
 		if notes := a.regions[r>>SlotBits]; int(r&SlotMask) < len(notes) &&
-			notes[r&SlotMask].pos != 0 {
+			notes[r&SlotMask].pos != 0 && notes[r&SlotMask].group == group {
 			if n := &notes[r&SlotMask]; a.value(n.rank) < least {
 				ref = r
 			}
 			break
 		}
-		a.recent.pop()
+		recent.pop()
 	}
 	return ref, ok
 }

@@ -45,13 +45,13 @@ func BenchmarkTurnover(b *testing.B) {
 			b.ReportAllocs()
 			key := uint64(1) << 40
 			for b.Loop() {
-				v, ok := p.Victim()
+				v, ok := p.Victim(0)
 				if !ok {
 					b.Fatal("nothing is offered")
 				}
 				p.Leave(v, true)
 				key++
-				p.Enter(v, mix(key), 0)
+				p.Enter(v, mix(key), 0, 0)
 				p.Offer(v)
 			}
 		})
@@ -74,7 +74,7 @@ func full(name string, slots int) Policy {
 	}
 	p.Grow(1, slots)
 	for i := range uint32(slots) {
-		p.Enter(1<<SlotBits|i, mix(uint64(i)+1), 0)
+		p.Enter(1<<SlotBits|i, mix(uint64(i)+1), 0, 0)
 	}
 	return p
 }

@@ -12,10 +12,10 @@ type note struct {
 	key     uint64
 	rank    uint64 // its order in its queue: the victim is the smallest one offered
 	pos     uint32 // its place in the queue's heap plus one; 0: not offered
-	queue   uint8  // which of the policy's queues
+	queue   uint8  // which of its group's queues
 	uses    uint8  // as the policy counts them
 	present bool   // resident
-	_       uint8
+	group   uint8
 }
 
 // books has the notes of all slots and the clock that all policies share. Its memory belongs to the
@@ -26,6 +26,11 @@ type books struct {
 	grown    []uint32 // regions that have slots
 	capacity int      // slots
 	resident int      // slots
+	of       []int    // resident slots by group
+	made     []bool   // by group: it is there; group 0 always is
+	groups   int      // that are there
+	kinds    int      // queues of one group; constant
+	queues   []queue  // of all groups: those of group g are kinds queues from g×kinds on
 	clock    uint64   // rises at each entering and use
 	spare    []*page  // that no queue uses
 	pages    int      // all there are
@@ -39,7 +44,49 @@ func (b *books) tick() uint64 {
 	return b.clock
 }
 
-func (b *books) grow(region uint32, slots int, queues []queue) {
+// newBooks returns the books of a policy with so many queues a group. Group 0 is there already.
+func newBooks(kinds int) books {
+	return books{kinds: kinds, of: make([]int, 1), made: []bool{true}, groups: 1,
+		queues: make([]queue, kinds)}
+}
+
+// has reports whether a group is there.
+func (b *books) has(group uint8) bool { return int(group) < len(b.made) && b.made[group] }
+
+// makeGroup makes a group that is not there.
+func (b *books) makeGroup(group uint8) {
+	for len(b.of) <= int(group) {
+		b.of, b.made = append(b.of, 0), append(b.made, false)
+		b.queues = append(b.queues, make([]queue, b.kinds)...)
+	}
+	b.made[group] = true
+	b.groups++
+	b.paginate()
+}
+
+// regroup moves a slot to another group, which must be there, and there to the queue of a kind. It
+// stays offered if it was.
+func (b *books) regroup(ref uint32, n *note, group, kind uint8) {
+	offered := n.pos != 0
+	b.queue(n.group, kind).hold(b, n)
+	b.of[n.group]--
+	n.group = group
+	b.of[group]++
+	if offered {
+		b.queue(group, kind).offer(b, ref, n)
+	}
+}
+
+// queue returns one of a group's queues.
+func (b *books) queue(group, kind uint8) *queue { return &b.queues[int(group)*b.kinds+int(kind)] }
+
+// home returns the queue that a slot is in, or will be when it is offered.
+func (b *books) home(n *note) *queue { return b.queue(n.group, n.queue) }
+
+// room returns how many slots a group would have if it took all that others leave.
+func (b *books) room(group uint8) int { return b.capacity - b.resident + b.of[group] }
+
+func (b *books) grow(region uint32, slots int) {
 	if b.regions[region] != nil {
 		panic(fmt.Sprintf("policy: region %d grown twice", region))
 	}
@@ -47,10 +94,10 @@ func (b *books) grow(region uint32, slots int, queues []queue) {
 	dax.AdviseHuge(b.regions[region])
 	b.grown = append(b.grown, region)
 	b.capacity += slots
-	b.paginate(queues)
+	b.paginate()
 }
 
-func (b *books) shrink(region uint32, queues []queue) {
+func (b *books) shrink(region uint32) {
 	b.capacity -= len(b.regions[region])
 	b.regions[region] = nil
 	for i, r := range b.grown {
@@ -59,14 +106,15 @@ func (b *books) shrink(region uint32, queues []queue) {
 			break
 		}
 	}
-	b.paginate(queues)
+	b.paginate()
 }
 
 // paginate makes as many pages as the queues can need together: each queue may have one partly
-// filled page and one spare page.
-func (b *books) paginate(queues []queue) {
+// filled page and one spare page. The queues of group 0 get room for the places of all pages, the
+// others as they grow: many groups would take much memory.
+func (b *books) paginate() {
 	whole := b.capacity>>pageBits + 1
-	want := whole + 2*len(queues)
+	want := whole + 2*b.kinds*b.groups
 	for b.pages < want {
 		b.spare = append(b.spare, new(page))
 		b.pages++
@@ -76,8 +124,8 @@ func (b *books) paginate(queues []queue) {
 		b.spare = b.spare[:len(b.spare)-1]
 		b.pages--
 	}
-	for i := range queues {
-		if q := &queues[i]; cap(q.pages) < whole+1 {
+	for i := range b.kinds {
+		if q := &b.queues[i]; cap(q.pages) < whole+1 {
 			q.pages = append(make([]*page, 0, max(whole+1, 2*cap(q.pages))), q.pages...)
 		}
 	}
@@ -98,14 +146,15 @@ func (b *books) nth(i int) *note {
 	panic("policy: a slot beyond the capacity")
 }
 
-// enter records a resident chunk with its key, not offered.
-func (b *books) enter(ref uint32, key uint64) *note {
+// enter records a resident chunk with its key, not offered. Its group must be there.
+func (b *books) enter(ref uint32, key uint64, group uint8) *note {
 	n := b.note(ref)
 	if n.present {
 		panic(fmt.Sprintf("policy: slot %#x entered twice", ref))
 	}
-	*n = note{key: key, present: true}
+	*n = note{key: key, present: true, group: group}
 	b.resident++
+	b.of[group]++
 	return n
 }
 
@@ -118,16 +167,18 @@ func (b *books) copy(from, to uint32) *note {
 	*n = *b.note(from)
 	n.pos = 0
 	b.resident++
+	b.of[n.group]++
 	return n
 }
 
 // leave forgets a chunk, which is not offered.
 func (b *books) leave(n *note) {
+	b.of[n.group]--
 	*n = note{}
 	b.resident--
 }
 
-// queue holds the offered slots of one of a policy's queues, by rank, in a 4-ary heap. A list would
+// queue holds the offered slots of one of a group's queues, by rank, in a 4-ary heap. A list would
 // not do, because slots are offered and held in any order: a prefix is offered when its last
 // continuation leaves, which puts it into the middle of the order. Only unleased ends of prefixes
 // are in the heap, so most uses change a note and move nothing. The heap lies in pages, which the
@@ -244,13 +295,13 @@ func (q *queue) down(b *books, i int, p place) {
 	q.put(b, i, p)
 }
 
-// move moves a slot to another queue of the policy. It stays offered if it was.
-func (b *books) move(queues []queue, ref uint32, n *note, to uint8, rank uint64) {
+// move moves a slot to another queue of its group. It stays offered if it was.
+func (b *books) move(ref uint32, n *note, to uint8, rank uint64) {
 	if n.pos == 0 {
 		n.queue, n.rank = to, rank
 		return
 	}
-	queues[n.queue].hold(b, n)
+	b.home(n).hold(b, n)
 	n.queue, n.rank = to, rank
-	queues[to].offer(b, ref, n)
+	b.home(n).offer(b, ref, n)
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 )
 
@@ -16,9 +17,11 @@ type owner struct {
 	refs   []uint32 // resident
 	free   []uint32
 	slots  map[uint32]int // by region
+	groups int
 }
 
 type held struct {
+	group    uint8
 	at       int // in refs
 	parent   uint32
 	children int
@@ -75,13 +78,14 @@ func (o *owner) enter() {
 		o.p.Hold(parent)
 		o.chunks[parent].children++
 	}
-	o.chunks[ref] = &held{at: len(o.refs), parent: parent, leases: 1}
+	group := o.group()
+	o.chunks[ref] = &held{group: group, at: len(o.refs), parent: parent, leases: 1}
 	o.refs = append(o.refs, ref)
 	key := mix(o.rnd.Uint64N(4000)) // some come back
 	if o.rnd.IntN(50) == 0 {
 		key = 0
 	}
-	o.p.Enter(ref, key, parent)
+	o.p.Enter(ref, key, parent, group)
 	if o.rnd.IntN(4) > 0 {
 		o.release(ref)
 	}
@@ -116,20 +120,24 @@ func (o *owner) leave(ref uint32, evicted bool) {
 	}
 }
 
+// group is some group, low ones more often than high ones.
+func (o *owner) group() uint8 { return uint8(o.rnd.IntN(1 + o.rnd.IntN(o.groups))) }
+
 func (o *owner) evict() bool {
-	ref, ok := o.p.Victim()
+	group := o.group()
+	ref, ok := o.p.Victim(group)
 	any := false
-	for r := range o.chunks {
-		any = any || o.offered(r)
+	for r, c := range o.chunks {
+		any = any || c.group == group && o.offered(r)
 	}
 	if ok != any {
-		o.t.Fatalf("a victim: %v; offered: %v", ok, any)
+		o.t.Fatalf("a victim of group %d: %v; offered: %v", group, ok, any)
 	}
 	if !ok {
 		return false
 	}
-	if o.chunks[ref] == nil || !o.offered(ref) {
-		o.t.Fatalf("victim %#x is not offered", ref)
+	if c := o.chunks[ref]; c == nil || !o.offered(ref) || c.group != group {
+		o.t.Fatalf("victim %#x of group %d is not offered there", ref, group)
 	}
 	o.leave(ref, true)
 	return true
@@ -144,7 +152,7 @@ func (o *owner) move(ref uint32) {
 	o.free = o.free[:len(o.free)-1]
 	c := o.chunks[ref]
 	o.p.Copy(ref, to)
-	o.chunks[to] = &held{at: len(o.refs), parent: c.parent, children: c.children}
+	o.chunks[to] = &held{group: c.group, at: len(o.refs), parent: c.parent, children: c.children}
 	o.refs = append(o.refs, to)
 	for _, x := range o.chunks {
 		if x.parent == ref {
@@ -162,13 +170,18 @@ func (o *owner) move(ref uint32) {
 
 // check compares a policy's books with the owner's.
 func (o *owner) check() error {
-	b, queues, sizes, ghosts := innards(o.p)
+	b, sizes, ghosts := innards(o.p)
 	if b == nil {
 		return nil
 	}
 	offered := 0
+	of := make([]int, len(b.of))
 	for _, ref := range o.refs {
 		n := b.note(ref)
+		of[n.group]++
+		if n.group != o.chunks[ref].group {
+			return fmt.Errorf("%#x is in group %d, want %d", ref, n.group, o.chunks[ref].group)
+		}
 		if !n.present {
 			return fmt.Errorf("%#x is not present", ref)
 		}
@@ -187,15 +200,18 @@ func (o *owner) check() error {
 		return fmt.Errorf("capacity %d, resident %d, want %d, %d", b.capacity, b.resident, capacity,
 			len(o.refs))
 	}
+	if !slices.Equal(of, b.of) || len(b.queues) != len(of)*b.kinds {
+		return fmt.Errorf("residents %v of groups with %d queues, want %v", b.of, len(b.queues), of)
+	}
 	pages := len(b.spare)
-	for k := range queues {
-		q := &queues[k]
+	for k := range b.queues {
+		q := &b.queues[k]
 		offered -= q.n
 		pages += len(q.pages)
 		for i := range q.n {
 			at := q.at(i)
-			if n := b.note(at.ref); int(n.pos) != i+1 || n.rank != at.rank ||
-				i > 0 && q.at((i-1)/4).rank > at.rank {
+			if n := b.note(at.ref); int(n.pos) != i+1 || int(n.group) != k/b.kinds ||
+				n.rank != at.rank || i > 0 && q.at((i-1)/4).rank > at.rank {
 				return fmt.Errorf("queue %d at %d: %+v, %+v", k, i, *at, *n)
 			}
 		}
@@ -206,12 +222,8 @@ func (o *owner) check() error {
 	if pages != b.pages {
 		return fmt.Errorf("%d pages, want %d", pages, b.pages)
 	}
-	sum := 0
-	for _, n := range sizes {
-		sum += n
-	}
-	if sizes != nil && sum != b.resident {
-		return fmt.Errorf("queues of %v for %d residents", sizes, b.resident)
+	if sizes != nil && !slices.Equal(sizes, of) {
+		return fmt.Errorf("queues of %v for %v residents", sizes, of)
 	}
 	if ghosts != nil {
 		if ghosts.n() > ghosts.limit {
@@ -244,28 +256,44 @@ func (o *owner) check() error {
 	return nil
 }
 
-// innards returns what check compares. A policy that is not named here is tested by its victims
-// alone.
-func innards(p Policy) (*books, []queue, []int, *ghosts) {
+// innards returns what check compares: the books, the sizes of each group's queues together if the
+// policy counts them, and what it remembers. A policy that is not named here is tested by its
+// victims alone.
+func innards(p Policy) (b *books, sizes []int, gone *ghosts) {
 	switch p := p.(type) {
 	case *lru:
-		return &p.books, p.queues[:], nil, nil
+		return &p.books, nil, nil
 	case *sieve:
-		return &p.books, p.queues[:], nil, nil
+		return &p.books, nil, nil
 	case *s3fifo:
-		return &p.books, p.queues[:], p.sizes[:], &p.gone
+		for _, s := range p.sizes {
+			sizes = append(sizes, s[0]+s[1])
+		}
+		return &p.books, sizes, &p.gone
 	case *arc:
-		return &p.books, p.queues[:], p.sizes[:], &p.gone
+		once := 0
+		for i := range p.parts {
+			s := &p.parts[i].sizes
+			sizes = append(sizes, s[0]+s[1])
+			once += s[0]
+		}
+		if once != p.once {
+			sizes = []int{-once}
+		}
+		return &p.books, sizes, &p.gone
 	case *wtinylfu:
-		return &p.books, p.queues[:], p.sizes[:], nil
+		for _, s := range p.sizes {
+			sizes = append(sizes, s[0]+s[1]+s[2])
+		}
+		return &p.books, sizes, nil
 	case *adaptive:
-		return &p.books, p.queues[:], nil, &p.gone
+		return &p.books, nil, &p.gone
 	}
-	return nil, nil, nil, nil
+	return nil, nil, nil
 }
 
-// TestHistories: random histories of an owner of prefixes, with leases, clearing, and regions that
-// come and go. The same seed gives the same victims.
+// TestHistories: random histories of an owner of prefixes, with leases, clearing, one group or
+// several, and regions that come and go. The same seed gives the same victims.
 func TestHistories(t *testing.T) {
 	t.Parallel()
 	for _, name := range Names() {
@@ -287,7 +315,7 @@ func history(t *testing.T, name string, seed uint64) (sum uint64) {
 		t.Fatal(err)
 	}
 	o := &owner{t: t, p: p, rnd: rand.New(rand.NewPCG(seed, 3)), chunks: map[uint32]*held{},
-		slots: map[uint32]int{}}
+		slots: map[uint32]int{}, groups: 1 + int(seed)%3*4}
 	o.grow(1, 1+int(seed)*60)
 	for step := range 6000 {
 		switch op := o.rnd.IntN(100); {
@@ -309,6 +337,10 @@ func history(t *testing.T, name string, seed uint64) (sum uint64) {
 			}
 		case op < 90 && len(o.refs) > 0:
 			o.move(o.refs[o.rnd.IntN(len(o.refs))])
+		case op < 92 && len(o.refs) > 0:
+			ref := o.refs[o.rnd.IntN(len(o.refs))]
+			o.chunks[ref].group = o.group()
+			p.Regroup(ref, o.chunks[ref].group)
 		case op < 97:
 			p.Work(o.rnd.IntN(20))
 		case op < 98 && len(o.slots) < 5:
@@ -328,7 +360,7 @@ func history(t *testing.T, name string, seed uint64) (sum uint64) {
 		default:
 			o.evict()
 		}
-		if v, ok := p.Victim(); ok {
+		if v, ok := p.Victim(o.group()); ok {
 			sum = mix(sum ^ uint64(v))
 		}
 		if step%10 == 0 {
@@ -351,13 +383,13 @@ func TestNothingIsAllocated(t *testing.T) {
 		key := uint64(1) << 40
 		turn := func() {
 			for range 3000 {
-				v, ok := p.Victim()
+				v, ok := p.Victim(0)
 				if !ok {
 					t.Fatal("no victim")
 				}
 				p.Leave(v, true)
 				key++
-				p.Enter(v, mix(key%1700), 0)
+				p.Enter(v, mix(key%1700), 0, 0)
 				p.Use(v)
 				p.Offer(v)
 				p.Work(3)
@@ -413,12 +445,12 @@ func TestAdaptiveLearns(t *testing.T) {
 			} else {
 				ref := 1<<SlotBits | uint32(len(at))
 				if len(at) == slots {
-					ref, _ = p.Victim()
+					ref, _ = p.Victim(0)
 					delete(at, keys[ref])
 					p.Leave(ref, true)
 				}
 				at[key], keys[ref] = ref, key
-				p.Enter(ref, mix(key), 0)
+				p.Enter(ref, mix(key), 0, 0)
 				p.Offer(ref)
 			}
 			p.Work(1)

@@ -25,14 +25,14 @@ func TestPrefixInherits(t *testing.T) {
 	p, _ := New("lru", Options{})
 	p.Grow(1, 4)
 	ref := func(i uint32) uint32 { return 1<<SlotBits | i }
-	p.Enter(ref(0), 10, 0)
-	p.Enter(ref(1), 11, ref(0)) // continues 0
-	p.Enter(ref(2), 12, 0)
+	p.Enter(ref(0), 10, 0, 0)
+	p.Enter(ref(1), 11, ref(0), 0) // continues 0
+	p.Enter(ref(2), 12, 0, 0)
 	p.Offer(ref(1))
 	p.Offer(ref(2))
 	p.Use(ref(1)) // later than 2
 	for _, want := range []uint32{2, 1, 0} {
-		got, ok := p.Victim()
+		got, ok := p.Victim(0)
 		if !ok || got != ref(want) {
 			t.Fatalf("victim %#x, not %#x", got, ref(want))
 		}
@@ -41,7 +41,7 @@ func TestPrefixInherits(t *testing.T) {
 		}
 		p.Leave(got, true)
 		if want == 1 {
-			p.Enter(ref(3), 13, 0)
+			p.Enter(ref(3), 13, 0, 0)
 			p.Offer(ref(3))
 			p.Offer(ref(0))
 		}

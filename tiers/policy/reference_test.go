@@ -312,7 +312,7 @@ func TestAgainstReference(t *testing.T) {
 					}
 					if len(free) == 0 {
 						want := ref.victim()
-						got, ok := p.Victim()
+						got, ok := p.Victim(0)
 						if !ok || keys[got] != want {
 							t.Fatalf("seed %d, capacity %d, access %d: victim %#x, want %#x", seed,
 								capacity, i, keys[got], want)
@@ -325,7 +325,7 @@ func TestAgainstReference(t *testing.T) {
 					slot := free[len(free)-1]
 					free = free[:len(free)-1]
 					slots[key], keys[slot] = slot, key
-					p.Enter(slot, key, 0)
+					p.Enter(slot, key, 0, 0)
 					ref.enter(key)
 					p.Offer(slot)
 				}

@@ -6,9 +6,8 @@ package policy
 // and enter the main queue if they return.
 type s3fifo struct {
 	books
-	queues [2]queue
-	sizes  [2]int // resident, offered or not
-	gone   ghosts
+	sizes [][2]int // by group: resident, offered or not
+	gone  ghosts
 }
 
 const (
@@ -16,28 +15,38 @@ const (
 	s3Main
 )
 
-func newS3FIFO(o Options) Policy { return &s3fifo{gone: ghosts{seed: o.Seed}} }
+func newS3FIFO(o Options) Policy {
+	return &s3fifo{books: newBooks(2), sizes: make([][2]int, 1), gone: ghosts{seed: o.Seed}}
+}
 
 func (s *s3fifo) Name() string { return "s3fifo" }
 
 func (s *s3fifo) Grow(region uint32, slots int) {
-	s.grow(region, slots, s.queues[:])
+	s.grow(region, slots)
 	s.gone.resize(s.capacity - s.capacity/10)
 }
 
 func (s *s3fifo) Shrink(region uint32) {
-	s.shrink(region, s.queues[:])
+	s.shrink(region)
 	s.gone.resize(s.capacity - s.capacity/10)
 }
 
-func (s *s3fifo) Enter(ref uint32, key uint64, _ uint32) {
-	n := s.enter(ref, key)
+func (s *s3fifo) Enter(ref uint32, key uint64, _ uint32, group uint8) {
+	s.need(group)
+	n := s.enter(ref, key, group)
 	if g := s.gone.find(key); g != 0 {
 		s.gone.remove(g)
 		n.queue = s3Main
 	}
 	n.rank = s.tick()
-	s.sizes[n.queue]++
+	s.sizes[group][n.queue]++
+}
+
+func (s *s3fifo) need(group uint8) {
+	if !s.has(group) {
+		s.makeGroup(group)
+		s.sizes = append(s.sizes, make([][2]int, len(s.of)-len(s.sizes))...)
+	}
 }
 
 func (s *s3fifo) Use(ref uint32) {
@@ -48,18 +57,18 @@ func (s *s3fifo) Use(ref uint32) {
 
 func (s *s3fifo) Offer(ref uint32) {
 	n := s.note(ref)
-	s.queues[n.queue].offer(&s.books, ref, n)
+	s.home(n).offer(&s.books, ref, n)
 }
 
 func (s *s3fifo) Hold(ref uint32) {
 	n := s.note(ref)
-	s.queues[n.queue].hold(&s.books, n)
+	s.home(n).hold(&s.books, n)
 }
 
 func (s *s3fifo) Leave(ref uint32, evicted bool) {
 	n := s.note(ref)
-	s.queues[n.queue].hold(&s.books, n)
-	s.sizes[n.queue]--
+	s.home(n).hold(&s.books, n)
+	s.sizes[n.group][n.queue]--
 	if evicted && n.queue == s3Small && n.key != 0 {
 		if s.gone.full() {
 			s.gone.drop(0)
@@ -69,7 +78,18 @@ func (s *s3fifo) Leave(ref uint32, evicted bool) {
 	s.leave(n)
 }
 
-func (s *s3fifo) Copy(from, to uint32) { s.sizes[s.copy(from, to).queue]++ }
+func (s *s3fifo) Regroup(ref uint32, group uint8) {
+	s.need(group)
+	n := s.note(ref)
+	s.sizes[n.group][n.queue]--
+	s.sizes[group][n.queue]++
+	s.regroup(ref, n, group, n.queue)
+}
+
+func (s *s3fifo) Copy(from, to uint32) {
+	n := s.copy(from, to)
+	s.sizes[n.group][n.queue]++
+}
 
 // Inherit passes on the uses that the continuation has not spent yet.
 func (s *s3fifo) Inherit(parent, child uint32) {
@@ -77,18 +97,21 @@ func (s *s3fifo) Inherit(parent, child uint32) {
 	p.uses = max(p.uses, c.uses)
 }
 
-func (s *s3fifo) Victim() (ref uint32, ok bool) {
-	small, main := &s.queues[s3Small], &s.queues[s3Main]
+func (s *s3fifo) Victim(group uint8) (ref uint32, ok bool) {
+	if !s.has(group) {
+		return 0, false
+	}
+	small, main, sizes := s.queue(group, s3Small), s.queue(group, s3Main), &s.sizes[group]
 	for {
-		if small.n > 0 && (s.sizes[s3Small] >= max(s.capacity/10, 1) || main.n == 0) {
+		if small.n > 0 && (sizes[s3Small] >= max(s.room(group)/10, 1) || main.n == 0) {
 			ref, _ = small.first()
 			n := s.note(ref)
 			if n.uses <= 1 {
 				return ref, true
 			}
-			s.sizes[s3Small]--
-			s.sizes[s3Main]++
-			s.move(s.queues[:], ref, n, s3Main, s.tick())
+			sizes[s3Small]--
+			sizes[s3Main]++
+			s.move(ref, n, s3Main, s.tick())
 			continue
 		}
 		if ref, ok = main.first(); !ok {

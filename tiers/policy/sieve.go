@@ -5,43 +5,69 @@ package policy
 // visit and evicts the first that was not. A slot that enters is the newest and waits for the
 // hand's whole round.
 //
+// Each group has a hand of its own.
+//
 // A slot's rank is the round in which the hand reaches it, then its order of entry. A slot that was
 // held when its turn came is visited as soon as it is offered. Most such slots are prefixes whose
 // last continuation just left.
 type sieve struct {
 	books
-	queues [1]queue
-	round  uint64
+	rounds []uint64 // by group
 }
 
 // sieveRound is the lowest bit of the round in a rank. The bits below hold the order of entry.
 const sieveRound = 40
 
-func newSIEVE(Options) Policy { return &sieve{} }
+func newSIEVE(Options) Policy { return &sieve{books: newBooks(1), rounds: make([]uint64, 1)} }
 
 func (s *sieve) Name() string { return "sieve" }
 
-func (s *sieve) Grow(region uint32, slots int) { s.grow(region, slots, s.queues[:]) }
+func (s *sieve) Grow(region uint32, slots int) { s.grow(region, slots) }
 
-func (s *sieve) Shrink(region uint32) { s.shrink(region, s.queues[:]) }
+func (s *sieve) Shrink(region uint32) { s.shrink(region) }
 
-func (s *sieve) Enter(ref uint32, key uint64, _ uint32) {
-	if q := &s.queues[0]; q.n > 0 { // the hand may have finished its round
-		s.round = max(s.round, q.at(0).rank>>sieveRound)
+func (s *sieve) Enter(ref uint32, key uint64, _ uint32, group uint8) {
+	s.need(group)
+	round := &s.rounds[group]
+	if q := &s.queues[group]; q.n > 0 { // the hand may have finished its round
+		*round = max(*round, q.at(0).rank>>sieveRound)
 	}
-	s.enter(ref, key).rank = s.round<<sieveRound | s.tick()&(1<<sieveRound-1)
+	s.enter(ref, key, group).rank = *round<<sieveRound | s.tick()&(1<<sieveRound-1)
+}
+
+func (s *sieve) need(group uint8) {
+	if !s.has(group) {
+		s.makeGroup(group)
+		s.rounds = append(s.rounds, make([]uint64, len(s.of)-len(s.rounds))...)
+	}
 }
 
 func (s *sieve) Use(ref uint32) { s.note(ref).uses = 1 }
 
-func (s *sieve) Offer(ref uint32) { s.queues[0].offer(&s.books, ref, s.note(ref)) }
+func (s *sieve) Offer(ref uint32) {
+	n := s.note(ref)
+	s.queues[n.group].offer(&s.books, ref, n)
+}
 
-func (s *sieve) Hold(ref uint32) { s.queues[0].hold(&s.books, s.note(ref)) }
+func (s *sieve) Hold(ref uint32) {
+	n := s.note(ref)
+	s.queues[n.group].hold(&s.books, n)
+}
 
 func (s *sieve) Leave(ref uint32, _ bool) {
 	n := s.note(ref)
-	s.queues[0].hold(&s.books, n)
+	s.queues[n.group].hold(&s.books, n)
 	s.leave(n)
+}
+
+// Regroup has the new group's hand come to the slot in its present round, in its place among the
+// others by the order of entry.
+func (s *sieve) Regroup(ref uint32, group uint8) {
+	s.need(group)
+	n := s.note(ref)
+	s.queues[n.group].rank(&s.books, ref, n,
+		s.rounds[group]<<sieveRound|n.rank&(1<<sieveRound-1))
+	s.regroup(ref, n, group, 0)
 }
 
 func (s *sieve) Copy(from, to uint32) { s.copy(from, to) }
@@ -52,18 +78,22 @@ func (s *sieve) Inherit(parent, child uint32) {
 	p.uses = max(p.uses, c.uses)
 }
 
-func (s *sieve) Victim() (ref uint32, ok bool) {
+func (s *sieve) Victim(group uint8) (ref uint32, ok bool) {
+	if !s.has(group) {
+		return 0, false
+	}
+	q, round := &s.queues[group], &s.rounds[group]
 	for {
-		if ref, ok = s.queues[0].first(); !ok {
+		if ref, ok = q.first(); !ok {
 			return 0, false
 		}
 		n := s.note(ref)
-		s.round = max(s.round, n.rank>>sieveRound)
+		*round = max(*round, n.rank>>sieveRound)
 		if n.uses == 0 {
 			return ref, true
 		}
 		n.uses = 0
-		s.queues[0].rank(&s.books, ref, n, (s.round+1)<<sieveRound|n.rank&(1<<sieveRound-1))
+		q.rank(&s.books, ref, n, (*round+1)<<sieveRound|n.rank&(1<<sieveRound-1))
 	}
 }
 

@@ -12,8 +12,7 @@ import "math/bits"
 // a use cheap.
 type wtinylfu struct {
 	books
-	queues [3]queue
-	sizes  [3]int // resident, offered or not
+	sizes  [][3]int // by group: resident, offered or not
 	sketch sketch
 }
 
@@ -23,29 +22,40 @@ const (
 	tlProtected
 )
 
-func newWTinyLFU(o Options) Policy { return &wtinylfu{sketch: sketch{seed: o.Seed}} }
+func newWTinyLFU(o Options) Policy {
+	return &wtinylfu{books: newBooks(3), sizes: make([][3]int, 1), sketch: sketch{seed: o.Seed}}
+}
 
 func (w *wtinylfu) Name() string { return "wtinylfu" }
 
 func (w *wtinylfu) Grow(region uint32, slots int) {
-	w.grow(region, slots, w.queues[:])
+	w.grow(region, slots)
 	w.sketch.resize(w.capacity)
 }
 
 func (w *wtinylfu) Shrink(region uint32) {
-	w.shrink(region, w.queues[:])
+	w.shrink(region)
 	w.sketch.resize(w.capacity)
 }
 
-func (w *wtinylfu) Enter(ref uint32, key uint64, _ uint32) {
-	n := w.enter(ref, key)
+func (w *wtinylfu) Enter(ref uint32, key uint64, _ uint32, group uint8) {
+	w.need(group)
+	n, sizes := w.enter(ref, key, group), &w.sizes[group]
 	n.rank, n.queue = w.tick(), tlWindow
-	w.sizes[tlWindow]++
+	sizes[tlWindow]++
 	w.sketch.add(key)
 	// While the main part has room, the window's surplus moves there without a contest. Moving two
 	// at a time catches up with chunks that could not move while they were held.
-	for i := 0; i < 2 && w.sizes[tlWindow] > w.window() &&
-		w.sizes[tlProbation]+w.sizes[tlProtected] < w.capacity-w.window() && w.step(tlWindow); i++ {
+	room, window := w.room(group), w.window(group)
+	for i := 0; i < 2 && sizes[tlWindow] > window &&
+		sizes[tlProbation]+sizes[tlProtected] < room-window && w.step(group, tlWindow); i++ {
+	}
+}
+
+func (w *wtinylfu) need(group uint8) {
+	if !w.has(group) {
+		w.makeGroup(group)
+		w.sizes = append(w.sizes, make([][3]int, len(w.of)-len(w.sizes))...)
 	}
 }
 
@@ -56,53 +66,68 @@ func (w *wtinylfu) Use(ref uint32) {
 		w.shift(ref, n, tlProtected, w.tick())
 		return
 	}
-	w.queues[n.queue].rank(&w.books, ref, n, w.tick())
+	w.home(n).rank(&w.books, ref, n, w.tick())
 }
 
-// shift moves a slot to another queue.
+// shift moves a slot to another queue of its group.
 func (w *wtinylfu) shift(ref uint32, n *note, to uint8, rank uint64) {
-	w.sizes[n.queue]--
-	w.sizes[to]++
-	w.move(w.queues[:], ref, n, to, rank)
+	w.sizes[n.group][n.queue]--
+	w.sizes[n.group][to]++
+	w.move(ref, n, to, rank)
 }
 
 func (w *wtinylfu) Offer(ref uint32) {
 	n := w.note(ref)
-	w.queues[n.queue].offer(&w.books, ref, n)
+	w.home(n).offer(&w.books, ref, n)
 }
 
 func (w *wtinylfu) Hold(ref uint32) {
 	n := w.note(ref)
-	w.queues[n.queue].hold(&w.books, n)
+	w.home(n).hold(&w.books, n)
 }
 
 func (w *wtinylfu) Leave(ref uint32, _ bool) {
 	n := w.note(ref)
-	w.queues[n.queue].hold(&w.books, n)
-	w.sizes[n.queue]--
+	w.home(n).hold(&w.books, n)
+	w.sizes[n.group][n.queue]--
 	w.leave(n)
 }
 
-func (w *wtinylfu) Copy(from, to uint32) { w.sizes[w.copy(from, to).queue]++ }
+func (w *wtinylfu) Regroup(ref uint32, group uint8) {
+	w.need(group)
+	n := w.note(ref)
+	w.sizes[n.group][n.queue]--
+	w.sizes[group][n.queue]++
+	w.regroup(ref, n, group, n.queue)
+}
+
+func (w *wtinylfu) Copy(from, to uint32) {
+	n := w.copy(from, to)
+	w.sizes[n.group][n.queue]++
+}
 
 func (w *wtinylfu) Inherit(parent, child uint32) {
 	p, c := w.note(parent), w.note(child)
 	if c.rank > p.rank {
-		w.queues[p.queue].rank(&w.books, parent, p, c.rank)
+		w.home(p).rank(&w.books, parent, p, c.rank)
 	}
 }
 
-func (w *wtinylfu) Victim() (ref uint32, ok bool) {
-	for w.sizes[tlProtected] > (w.capacity-w.window())*4/5 && w.step(tlProtected) {
+func (w *wtinylfu) Victim(group uint8) (ref uint32, ok bool) {
+	if !w.has(group) {
+		return 0, false
 	}
-	victim, has := w.queues[tlProbation].first()
+	sizes, room, window := &w.sizes[group], w.room(group), w.window(group)
+	for sizes[tlProtected] > (room-window)*4/5 && w.step(group, tlProtected) {
+	}
+	victim, has := w.queue(group, tlProbation).first()
 	if !has {
-		victim, has = w.queues[tlProtected].first()
+		victim, has = w.queue(group, tlProtected).first()
 	}
-	if w.sizes[tlWindow] < w.window() && has {
+	if sizes[tlWindow] < window && has {
 		return victim, true
 	}
-	candidate, ok := w.queues[tlWindow].first()
+	candidate, ok := w.queue(group, tlWindow).first()
 	if !ok || !has {
 		return max(candidate, victim), ok || has
 	}
@@ -114,12 +139,13 @@ func (w *wtinylfu) Victim() (ref uint32, ok bool) {
 	return victim, true
 }
 
-// window returns the number of slots of the window.
-func (w *wtinylfu) window() int { return max(w.capacity/100, 1) }
+// window returns the number of slots of a group's window.
+func (w *wtinylfu) window(group uint8) int { return max(w.room(group)/100, 1) }
 
-// step moves the first slot of a queue to probation. It returns false if the queue is empty.
-func (w *wtinylfu) step(from uint8) bool {
-	ref, ok := w.queues[from].first()
+// step moves the first slot of a group's queue to probation. It returns false if the queue is
+// empty.
+func (w *wtinylfu) step(group, from uint8) bool {
+	ref, ok := w.queue(group, from).first()
 	if ok {
 		n := w.note(ref)
 		w.shift(ref, n, tlProbation, n.rank)

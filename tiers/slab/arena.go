@@ -13,9 +13,9 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// ArenaOptions says what to open as an arena. Three fields of Options have no effect: Policy,
-// MaxSpaces and Seed, which Books sets. The fields about moving bytes have none either, except
-// Workers: the number of goroutines that keep what is committed.
+// ArenaOptions says what to open as an arena. Five fields of Options have no effect: Policy,
+// MaxSpaces, Seed, Tenants and Shares, which Books sets. The fields about moving bytes have none
+// either, except Workers: the number of goroutines that keep what is committed.
 type ArenaOptions struct {
 	Options
 	// Books configures the arena's engine. OpenArena sets FixedRegions and NoExtend, sets

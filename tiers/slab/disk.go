@@ -57,6 +57,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/tenant"
 	"lookaside/tiers/vfs"
 )
 
@@ -105,6 +106,10 @@ type Options struct {
 	MaxSpaces int
 	// Seed keys the index's hash; see engine.Config.
 	Seed uint64
+	// Tenants has the tenants that chunks belong to, and Shares divides the store among them; see
+	// engine.Config. Default: there are none.
+	Tenants *tenant.Registry
+	Shares  tenant.Shares
 	// RetryEvery is the delay before the first attempt to bring a given-up slab back. Default 1 s.
 	RetryEvery time.Duration
 	// WatchEvery is how often the store checks that its files were not removed. Default 10 s.
@@ -420,6 +425,11 @@ func (d *Disk) Drop(ctx context.Context, run tiers.Run) error {
 		return nil
 	}
 	return d.flushDropped()
+}
+
+// TenantStats appends what the store counts for each tenant to out; see engine.Engine.Tenants.
+func (d *Disk) TenantStats(out []engine.TenantStats) []engine.TenantStats {
+	return d.engine.Tenants(out)
 }
 
 // Clear implements tiers.Tier. It is durable in the same way as Drop.

@@ -149,7 +149,7 @@ func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 			entries[i] = media.Entry{
 				Generation: x.gen, Space: x.sp.Fingerprint, First: x.item.First,
 				Pages: x.item.Pages, Prev: x.item.Prev, Digests: x.item.Hashes,
-				Sums: encodeSums(x.sums),
+				Sums: encodeSums(x.sums), Tenant: d.engine.TenantKey(x.item.Tenant),
 			}
 		}
 		return s.writeEntries(d, uint32(some[0].slot), entries)

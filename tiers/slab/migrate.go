@@ -283,7 +283,7 @@ func (v *mover) carry(ctx context.Context, t *trip) {
 	}
 	m := t.move
 	e := media.Entry{Generation: t.gen, First: int(m.From.Page), Pages: int(m.From.Pages),
-		Prev: m.Prev, Digests: m.Hashes}
+		Prev: m.Prev, Digests: m.Hashes, Tenant: d.engine.TenantKey(m.Tenant)}
 	sp := d.spaceByID(m.Space)
 	if sp == nil { // cannot be: it has a chunk
 		t.err = tiers.ErrNotFound

@@ -53,6 +53,7 @@ func open(o Options, arena *Arena) (_ *Disk, err error) {
 		Seed: o.Seed, MaxSpaces: o.MaxSpaces, MaxOwners: o.MaxSpaces, MaxPages: maxPages,
 		OwnerShare: 1, ArenaLimitBytes: o.CapacityBytes,
 		FixedRegions: true, NoExtend: true, OnGone: d.onGone, Policy: o.Policy,
+		Tenants: o.Tenants, Shares: o.Shares,
 		// see NextVictims; nobody need call it
 		Tiers: []engine.TierAdmission{{Admit: engine.AdmitEvicted}}, Wake: d.wakeVictims,
 	}
@@ -525,7 +526,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 			batch = append(batch, engine.Restored{Slot: uint32(slot), Space: last.id,
 				First: e.First,
 				Pages: e.Pages, Prev: e.Prev, Hashes: e.Digests, Order: e.Commit,
-				Unverified: d.arena != nil})
+				Unverified: d.arena != nil, Tenant: d.engine.TenantOf(e.Tenant)})
 			if len(batch) == restoreBatch {
 				return flush()
 			}

@@ -12,6 +12,7 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/slab/media"
+	"lookaside/tiers/tenant"
 	"lookaside/tiers/vfs"
 )
 
@@ -117,7 +118,8 @@ func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer,
 	}
 	var room [1]engine.Grant
 	o := sp.owner()
-	res, grants, err := d.engine.PrepareStore(o, t.First, prev, t.Hashes, room[:0])
+	res, grants, err := d.engine.PrepareStoring(o, t.First, prev, t.Hashes,
+		engine.Storing{Tenant: t.Tenant}, room[:0])
 	if err != nil {
 		return nil, err
 	}
@@ -220,7 +222,7 @@ func (d *Disk) enter(sorted []*job) {
 		s.runs(slots, func(from, to int) {
 			entries := make([]media.Entry, to-from)
 			for i, j := range jobs[from:to] {
-				entries[i] = j.entry()
+				entries[i] = j.entry(d.engine.TenantKey(j.t.Tenant))
 			}
 			if err := s.writeEntries(d, slots[from], entries); err != nil {
 				for _, j := range jobs[from:to] {
@@ -241,9 +243,9 @@ func encodeSums(sums []uint64) []byte {
 }
 
 // entry returns the directory entry of a job's chunk.
-func (j *job) entry() media.Entry {
+func (j *job) entry(tenant tenant.Key) media.Entry {
 	e := media.Entry{Generation: j.gen, Space: j.sp.print, First: j.t.First, Pages: j.t.Pages(),
-		Digests: j.t.Hashes}
+		Digests: j.t.Hashes, Tenant: tenant}
 	if j.t.First > 0 {
 		e.Prev = j.t.Prev
 	}

@@ -23,7 +23,7 @@ func (d *Disk) NextVictims(max int, out []tiers.Victim) []tiers.Victim {
 			continue
 		}
 		out = append(out, tiers.Victim{Handle: c.Handle, Run: tiers.Run{Space: sp, First: c.First,
-			Prev: c.Prev, Hashes: c.Hashes}})
+			Prev: c.Prev, Hashes: c.Hashes, Tenant: c.Tenant}})
 	}
 	return out
 }

@@ -94,7 +94,8 @@ func (s *Stack) store(t *tier, items []engine.CascadeItem) (v verdict) {
 		}
 		size := uint64(c.Pages) * uint64(sp.Geometry.PageBytes)
 		transfers = append(transfers, tiers.Transfer{
-			Run:   tiers.Run{Space: sp, First: c.First, Prev: c.Prev, Hashes: c.Hashes},
+			Run: tiers.Run{Space: sp, First: c.First, Prev: c.Prev, Hashes: c.Hashes,
+				Tenant: c.Tenant},
 			Bytes: s.cfg.Arena(c.Region)[c.Offset : c.Offset+size : c.Offset+size],
 		})
 		handles = append(handles, c.Handle)
@@ -140,6 +141,9 @@ func (s *Stack) callStore(t *tier, transfers []tiers.Transfer,
 		if err == nil {
 			bytes := int64(len(transfers[i].Bytes))
 			t.count.stored(bytes)
+			if s.cfg.Tenants != nil {
+				s.cfg.Tenants.Wrote(transfers[i].Tenant, t.index, bytes)
+			}
 			if s.cfg.Observe != nil {
 				s.cfg.Observe(t.index, OpStore, bytes, time.Since(start))
 			}

@@ -9,6 +9,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/tenant"
 )
 
 // Mode selects which hits in tiers are promoted.
@@ -101,6 +102,8 @@ type Config struct {
 	// call it first, because what they drop must not come after them. Default: the arena is as it
 	// is when the Stack is made.
 	Restored func(ctx context.Context) error
+	// Tenants, if given, counts what is written to tiers for each tenant.
+	Tenants *tenant.Registry
 	// Observe, if given, is called for each chunk loaded or stored without error, with its bytes,
 	// and for each lookup of a tier. took is the time since the call of the tier began. Any
 	// goroutine may call it, and it must not block.

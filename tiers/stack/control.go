@@ -9,6 +9,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/tenant"
 )
 
 // firstOwner is the first of the owners that the Stack itself leases for: one for each call, until
@@ -60,12 +61,14 @@ func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error))
 	return pages, nil
 }
 
-// Prefetch promotes a prefix, as far as some tier holds it and there is room. It returns how many
-// pages of it the arena held at some moment of the call. Nothing of it stays leased.
-func (s *Stack) Prefetch(ctx context.Context, id engine.SpaceID,
+// Prefetch promotes a prefix, as far as some tier holds it and there is room, which is charged to a
+// tenant. It returns how many pages of it the arena held at some moment of the call. Nothing of it
+// stays leased.
+func (s *Stack) Prefetch(ctx context.Context, id engine.SpaceID, who tenant.ID,
 	hashes []byte) (pages int, err error) {
 	err = s.asOwner(id, func(o engine.Owner, sp *tiers.Space) error {
 		pages, err = windows(sp, hashes, func(run tiers.Run) (int, error) {
+			run.Tenant = who
 			return s.fetch(ctx, o, id, run)
 		})
 		return err
@@ -81,7 +84,7 @@ func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID,
 	}
 	got := make(answer, 1)
 	q := Query{Owner: o, Lookup: uint64(run.First), Space: id, FirstPage: run.First, Prev: run.Prev,
-		Hashes: run.Hashes, Deadline: time.Hour, always: true}
+		Hashes: run.Hashes, Deadline: time.Hour, Tenant: run.Tenant, always: true}
 	pages, done, err := s.Lookup(&q, got)
 	defer func() { _ = s.Cancel(o, q.Lookup) }()
 	if done || err != nil {

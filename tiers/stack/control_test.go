@@ -12,6 +12,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/tenant"
 	"lookaside/tiers/tiertest"
 )
 
@@ -218,25 +219,28 @@ func TestPrefetch(t *testing.T) {
 		r.store(p, 802)
 		r.flush()
 		r.clearArena()
-		if n, err := r.Prefetch(t.Context(), r.id, p.Digests(0, 1000, 32)); n != 802 || err != nil {
+		if n, err := r.Prefetch(t.Context(), r.id, tenant.None, p.Digests(0, 1000, 32)); n != 802 ||
+			err != nil {
 			t.Fatalf("%d pages, %v", n, err)
 		}
 		r.has(arenaName, p, 1000, 802)
 		r.want(1, p, 0, 1000, 802)
-		if n, err := r.Prefetch(t.Context(), r.id, p.Digests(0, 1000, 32)); n != 802 || err != nil {
+		if n, err := r.Prefetch(t.Context(), r.id, tenant.None, p.Digests(0, 1000, 32)); n != 802 ||
+			err != nil {
 			t.Fatalf("again: %d pages, %v", n, err)
 		}
 		r.clearArena()
 		ctx, cancel := context.WithTimeoutCause(t.Context(), 10*time.Millisecond, errBroken)
 		defer cancel()
-		if n, err := r.Prefetch(ctx, r.id, p.Digests(0, 1000, 32)); n >= 802 ||
+		if n, err := r.Prefetch(ctx, r.id, tenant.None, p.Digests(0, 1000, 32)); n >= 802 ||
 			!errors.Is(err, errBroken) {
 			t.Errorf("%d pages, %v", n, err)
 		}
-		if _, err := r.Prefetch(t.Context(), 77, nil); !errors.Is(err, tiers.ErrNotFound) {
+		if _, err := r.Prefetch(t.Context(), 77, tenant.None, nil); !errors.Is(err,
+			tiers.ErrNotFound) {
 			t.Error(err)
 		}
-		if _, err := r.Prefetch(t.Context(), r.id, make([]byte, 33)); !errors.Is(err,
+		if _, err := r.Prefetch(t.Context(), r.id, tenant.None, make([]byte, 33)); !errors.Is(err,
 			tiers.ErrInvalid) {
 			t.Error(err)
 		}

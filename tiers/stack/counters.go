@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // tierCounters counts the calls of one tier since the start. Any goroutine may use it.
@@ -143,6 +144,22 @@ func (s *Stack) Status() []TierStatus {
 		out = append(out, st)
 	}
 	return out
+}
+
+// Tenants returns the tiers' names, nearest first, and what each counts for tenants: nil if it does
+// not know what it holds of whom.
+func (s *Stack) Tenants() (names []string, counts [][]engine.TenantStats) {
+	for _, t := range s.tiers {
+		names = append(names, t.Name)
+		var of []engine.TenantStats
+		if c, ok := t.Tier.(interface {
+			TenantStats(out []engine.TenantStats) []engine.TenantStats
+		}); ok {
+			of = c.TenantStats([]engine.TenantStats{})
+		}
+		counts = append(counts, of)
+	}
+	return names, counts
 }
 
 // LookupStats describes lookups and the patrol of the arena. The counters are totals since the

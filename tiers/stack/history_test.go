@@ -12,6 +12,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/tenant"
 	"lookaside/tiers/tiertest"
 )
 
@@ -413,7 +414,7 @@ func (h *history) step() {
 	case k < 92:
 		p := h.prefix()
 		ctx, cancel := context.WithTimeout(h.t.Context(), 200*time.Millisecond)
-		if n, _ := h.Prefetch(ctx, h.id, p.Digests(0, len(p), 32)); n > h.there(p) {
+		if n, _ := h.Prefetch(ctx, h.id, tenant.None, p.Digests(0, len(p), 32)); n > h.there(p) {
 			h.t.Fatalf("%d pages fetched, and %d were stored", n, known(h.held, p))
 		}
 		cancel()

@@ -84,6 +84,7 @@ func (s *Stack) promote(r *request, skip int, out []engine.PromotedChunk) []engi
 	out, _ = s.engine.PreparePromotion(r.owner, r.lookup, engine.PromotionRun{
 		FirstPage: run.First, Prev: run.Prev, Hashes: run.Hashes[:n*g.DigestBytes],
 		Have: r.plan.have[skip:r.plan.chunks], Lent: r.plan.borrowed(&r.seen, skip),
+		Tenant: r.tenant,
 	}, out)
 	return out
 }

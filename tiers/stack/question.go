@@ -6,6 +6,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/tenant"
 )
 
 // Asker receives the progress and the answer of a lookup that was not done when Lookup returned.
@@ -27,6 +28,7 @@ type Answer struct {
 	Lookup uint64
 	Pages  int // leased, from the lookup's first on
 	Took   time.Duration
+	Tenant tenant.ID // the query's
 }
 
 // Query is a lookup.
@@ -45,6 +47,8 @@ type Query struct {
 	Deadline time.Duration
 	// Recompute is how long computing a page takes. 0: not known.
 	Recompute time.Duration
+	// Tenant is whose request it is: the room for what is loaded is charged to it.
+	Tenant tenant.ID
 	// Ticks promises that the caller calls Tick within TickWithin if the lookup is not done at
 	// once. Then no goroutine is woken for the lookup, which would slow its caller down.
 	Ticks bool
@@ -75,6 +79,7 @@ type question struct {
 	first     int           // the first page looked up
 	asked     int           // how many pages, from first on
 	recompute time.Duration // that computing a page takes; 0: not known
+	tenant    tenant.ID     // whose request it is
 	use       sources
 	// all is the run looked up. A question that is neither verified nor walked keeps only what lies
 	// behind the arena's hit.
@@ -88,7 +93,8 @@ func newQuestion(q *Query, sp *tiers.Space, a Asker, use sources) question {
 		asker: a, owner: q.Owner, lookup: q.Lookup, space: q.Space,
 		first: q.FirstPage, asked: len(q.Hashes) / sp.Geometry.DigestBytes,
 		recompute: q.Recompute, use: use,
-		all: tiers.Run{Space: sp, First: q.FirstPage, Prev: q.Prev, Hashes: q.Hashes},
+		all:    tiers.Run{Space: sp, First: q.FirstPage, Prev: q.Prev, Hashes: q.Hashes},
+		tenant: q.Tenant,
 	}
 }
 

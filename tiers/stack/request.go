@@ -155,7 +155,8 @@ func (s *Stack) unwant(r *request) {
 // yet. s.mu is held.
 func (s *Stack) promise(r *request, pages int, eta time.Duration) {
 	s.outbox = append(s.outbox, message{asker: r.asker, pending: true, eta: eta,
-		answer: Answer{Owner: r.owner, Lookup: r.lookup, Pages: pages}})
+		answer: Answer{Owner: r.owner, Lookup: r.lookup, Pages: pages,
+			Tenant: r.tenant}})
 }
 
 // promiseEvery is how often the asker of a request that waits for room, or is being verified, is
@@ -184,8 +185,8 @@ func (s *Stack) settle(r *request) {
 		r.state.settled = pages
 		return
 	}
-	s.outbox = append(s.outbox, message{asker: r.asker, answer: Answer{r.owner, r.lookup, pages,
-		time.Since(r.state.since)}})
+	s.outbox = append(s.outbox, message{asker: r.asker, answer: Answer{Owner: r.owner,
+		Lookup: r.lookup, Pages: pages, Took: time.Since(r.state.since), Tenant: r.tenant}})
 }
 
 // arrived records that a chunk that a request waits for has arrived (ok) or will not arrive. short:

@@ -17,6 +17,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/tenant"
 	"lookaside/tiers/tiertest"
 )
 
@@ -465,7 +466,7 @@ func TestControlsVerify(t *testing.T) {
 	const good = 70 * ppc
 	t.Run("prefetch", func(t *testing.T) {
 		inBubble(t, o, func(t *testing.T, r *rig) {
-			n, err := r.Prefetch(t.Context(), r.id, p.Digests(0, len(p), 32))
+			n, err := r.Prefetch(t.Context(), r.id, tenant.None, p.Digests(0, len(p), 32))
 			if n != good || err != nil {
 				t.Fatal(n, err)
 			}
@@ -535,7 +536,8 @@ func TestVerifierThatSaysNothing(t *testing.T) {
 			if n := r.lookup(1, p, 0, 40); n != 0 || time.Since(start) > 100*time.Millisecond {
 				t.Fatal(n, time.Since(start))
 			}
-			if n, err := r.Prefetch(t.Context(), r.id, p.Digests(0, 40, 32)); n != 0 || err != nil {
+			if n, err := r.Prefetch(t.Context(), r.id, tenant.None, p.Digests(0, 40, 32)); n != 0 ||
+				err != nil {
 				t.Fatal(n, err)
 			}
 		})

@@ -12,10 +12,12 @@ hits.py             lookups, and the hit that vLLM is told
 states.py           the states of Mamba and its kin: where a hit may end
 loads.py            loads that are ordered, and how they ended
 in_step.py          loads within the step that asks
+advice.py           what the sidecars are advised about pages that they hold
 saves.py            pages that are handed to the workers, and the blocks pinned for them
 promises.py         prompts that one instance hands over to another
 names.py            how the pages of a request are named
 identification.py   when that is known
+epochs.py           which weights the engine has
 announcements.py    pages that KV events tell of
 rows.py             the blocks of pages in vLLM's block tables: arithmetic alone
 pace.py             how long steps and prefills take

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lookaside import wire
 from lookaside.events import Feed
+from lookaside.places import Place
 
 
 class Lookup(Protocol):
@@ -54,6 +55,27 @@ class Sidecars(Protocol):
         ...
 
     @property
+    def is_clean(self) -> bool:
+        """Whether nothing that is void is left to clear."""
+        ...
+
+    def hold_back(self) -> None:
+        """Be not available until go_on or move is called."""
+        ...
+
+    def go_on(self) -> None:
+        """Be available as before hold_back."""
+        ...
+
+    def move(self, epoch: str) -> None:
+        """Connect anew in the space of this epoch of weights. Call only while clean."""
+        ...
+
+    def take_named(self) -> str | None:
+        """Return the epoch that an operator has named since the last call; None if none was."""
+        ...
+
+    @property
     def divided(self) -> bool:
         """Whether ranks that hold the same pages store a part of them each."""
         ...
@@ -69,14 +91,31 @@ class Sidecars(Protocol):
         ...
 
     def start(
-        self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float
+        self,
+        first_page: int,
+        prev: bytes,
+        hashes: bytes,
+        recompute_us: int,
+        prefill_s: float,
+        tenant: str = "",
     ) -> Lookup:
         """Look up a run of pages on all ranks. Never blocks and never fails: it misses.
 
         prev is the digest of the page before the first, empty for page 0. recompute_us is what
         computing a page takes, 0 if that is not known. prefill_s is what computing all that a hit
-        can save takes; it bounds the wait.
+        can save takes; it bounds the wait. What is asked and hit is counted to tenant.
         """
+        ...
+
+    def advise(self, hashes: bytes, action: int, ms: int, priority: int, tenant: str) -> bool:
+        """Advise all ranks about the pages of a prefix, from its first one on. Never blocks.
+
+        action is one of wire.ADVISE_*. Returns whether it was sent to every rank.
+        """
+        ...
+
+    def learn(self, places: Mapping[int, Place]) -> None:
+        """Take in where workers have their sidecars, by rank."""
         ...
 
     def feeds(self) -> Sequence[Feed]:

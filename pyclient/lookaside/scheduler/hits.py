@@ -189,6 +189,7 @@ class Hits:
                 b"".join(names),
                 self._pace.recompute_us(),
                 self._pace.prefill_s(end - first_page),
+                state.hints.tenant,
             ),
             first_page=first_page,
             end_page=end,

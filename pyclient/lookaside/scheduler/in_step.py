@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lookaside import interface
 from lookaside.scheduler.pace import Pace
 from lookaside.scheduler.promises import Promises
 from lookaside.scheduler.requests import RequestState
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 def recovers(vllm_config: VllmConfig) -> bool:
     """Report whether vLLM recovers from a load that fails within its step."""
     return (
-        vllm_config.device_config.device_type == "cpu"
+        interface.lacks("in step") is None
+        and vllm_config.device_config.device_type == "cpu"
         and not getattr(vllm_config, "use_v2_model_runner", True)
         and vllm_config.speculative_config is None
         and getattr(vllm_config, "max_concurrent_batches", 2) == 1
@@ -70,7 +72,7 @@ class InStep:
         setup, request, asked = self._setup, state.request, state.asked
         if not setup.in_step or not setup.config.load_in_step_ms or setup.hybrid or setup.drafts:
             return False
-        if not hasattr(self.pool, "evict_blocks"):
+        if self.pool is None:
             return False
         if asked is None or asked.lookup is None or not asked.lookup.in_memory:
             return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lookaside import wire
 from lookaside.metadata import LoadSpec
@@ -20,6 +20,9 @@ from lookaside.scheduler.requests import Question, RequestState
 from lookaside.scheduler.rows import Rows
 from lookaside.scheduler.setup import Setup
 from lookaside.scheduler.states import States
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger(__name__)
 
@@ -122,14 +125,11 @@ class Loads:
 
     def end(
         self,
-        output: Any,
+        output: KVConnectorOutput,
         failed: set[str],
         requests: Mapping[str, RequestState],
     ) -> None:
-        """Take in which loads ended, and which failed beside those in failed.
-
-        output is vLLM's KVConnectorOutput.
-        """
+        """Take in which loads ended, and which failed beside those in failed."""
         if output.invalid_block_ids:
             failed.update(
                 request_id

@@ -25,7 +25,10 @@ class Names:
     def __init__(self, setup: Setup, vllm_config: VllmConfig) -> None:
         self._page = setup.page
         self._hashes_per_page = setup.hashes_per_page
-        self.ends = handover.PageNames(vllm_config, setup.page, setup.hashes_per_page)
+        self._lookahead = setup.lookahead
+        self.ends = handover.PageNames(
+            vllm_config, setup.page, setup.hashes_per_page, setup.lookahead
+        )
 
     def known(self, request: Request) -> int:
         """Return how many pages of a request have hashes."""
@@ -38,7 +41,9 @@ class Names:
         assert identity is not None
         if not identity.keys:
             return hashes
-        ends = range((first_page + 1) * self._page, (end_page + 1) * self._page, self._page)
+        # A name that covers tokens after the page depends on what these depend on.
+        first = (first_page + 1) * self._page + self._lookahead
+        ends = range(first, first + len(hashes) * self._page, self._page)
         return [identity.name(each, end) for each, end in zip(hashes, ends, strict=True)]
 
     def before(self, state: RequestState, first_page: int) -> bytes:
@@ -52,7 +57,7 @@ class Names:
         """
         assert state.identity is not None
         digest = self.ends.digest(state.request, tokens)
-        return digest and state.identity.name(digest, tokens)
+        return digest and state.identity.name(digest, tokens + self._lookahead)
 
     def hashes(self, request: Request, first_page: int, end_page: int) -> list[Any]:
         """Return vLLM's hashes of pages [first_page, end_page): the last one of each page."""

@@ -109,6 +109,7 @@ class Promises:
             return None
         tokens = request.num_prompt_tokens
         if not state.saved_tail:
-            tokens = min(state.saved, tokens // page) * page
+            # The decoder knows the tokens of the prompt alone, and must be able to name the pages.
+            tokens = min(state.saved, max(0, tokens - self._setup.lookahead) // page) * page
         digest = self._names.end(state, tokens)
         return handover.write(handover.Promise(tokens, digest)) if digest else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lookaside.hints import Hints
 from lookaside.identity import Identity
 from lookaside.scheduler.contract import Lookup
 
@@ -48,6 +49,10 @@ class RequestState:
     request: Request
     preemptions: int
     """The request's own count when it was last seen."""
+    hints: Hints
+    """How its pages should be kept, and whose they are."""
+    advised: bool = False
+    """The sidecars were advised about its prompt; owned by advice.py."""
 
     # How its pages are named; owned by identification.py.
     identity: Identity | None = None

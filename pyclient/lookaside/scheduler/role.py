@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lookaside import kvgroups, space
+from lookaside import enginecalls, interface, kvgroups, space
 from lookaside.config import Config
 from lookaside.events import EventBook
+from lookaside.hints import HintReader
 from lookaside.identity import Identities
 from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
+from lookaside.places import Place
+from lookaside.scheduler.advice import Advice
 from lookaside.scheduler.announcements import Announcements
 from lookaside.scheduler.contract import Sidecars
+from lookaside.scheduler.epochs import Epochs
 from lookaside.scheduler.hits import Hits
 from lookaside.scheduler.identification import Identification
 from lookaside.scheduler.in_step import InStep, recovers
@@ -27,6 +31,7 @@ from lookaside.scheduler.rows import Rows
 from lookaside.scheduler.saves import Saves
 from lookaside.scheduler.setup import Setup
 from lookaside.scheduler.states import States
+from lookaside.scheduler.tables import Tables
 from lookaside.scheduler.waiting import Waiting
 from lookaside.stats import Collector
 
@@ -68,18 +73,24 @@ class SchedulerConnector:
             page=geometry.page_tokens,
             chunk=geometry.pages_per_chunk,
             hashes_per_page=geometry.hashes_per_page,
+            lookahead=space.lookahead_tokens(vllm_config),
             drafts=space.uses_drafts(vllm_config, kv_cache_config),
+            draft_lag=space.draft_lag(vllm_config),
             in_step=recovers(vllm_config),
             hybrid=space.is_hybrid(kv_cache_config),
         )
         events = getattr(vllm_config, "kv_events_config", None)
         book: EventBook | None = None
-        if events is not None and events.enable_kv_cache_events:
-            book = EventBook(sidecars.feeds(), setup.page, geometry.digest_bytes, clock)
+        if events is not None and events.enable_kv_cache_events and not interface.lacks("events"):
+            book = EventBook(
+                sidecars.feeds(), setup.page, geometry.digest_bytes, clock, setup.lookahead
+            )
 
         self.requests: dict[str, RequestState] = {}
         self.identities = Identities(vllm_config)
-        self.rows = Rows(kvgroups.shares(kv_cache_config.kv_cache_groups, setup.page))
+        dcp = kvgroups.dcp_size(vllm_config)
+        self.rows = Rows(kvgroups.shares(kv_cache_config.kv_cache_groups, setup.page, dcp))
+        self.tables = Tables()
         self.names = Names(setup, vllm_config)
         self.pace = Pace(setup)
         self.promises = Promises(setup, self.names)
@@ -101,13 +112,21 @@ class SchedulerConnector:
         self.saves = Saves(
             setup,
             self.rows,
+            self.tables,
             self.names,
             self.identification,
             self.promises,
             self.states,
             self.announcements,
         )
+        self.hints = HintReader(config.tenant, stats.add)
+        self.advice = Advice(setup, self.names, self.identification, geometry.digest_bytes)
         self.resets = Resets(setup, self.saves, self.loads)
+        self.epochs = Epochs(setup, self.requests, self._let_go, self._clear)
+        self.saves.is_mixed = self.epochs.is_mixed
+        engine = enginecalls.follow() if config.watch_weights else None
+        if engine is not None:
+            self.epochs.watch(engine.model_executor)
 
         from vllm.v1.request import RequestStatus
 
@@ -116,21 +135,28 @@ class SchedulerConnector:
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Take the pool to pin blocks with; without one nothing is saved."""
-        self.saves.pool = self.in_step.pool = pool
+        self.saves.pool = self.in_step.pool = self.epochs.pool = pool
 
     # ---- a request ----
 
     def on_new_request(self, request: Request) -> None:
         """Start the lookup of the whole prefix."""
-        self.hits.begin(self._state(request))
+        state = self._state(request)
+        self.hits.begin(state)
+        self.advice.begin(state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond vLLM's own hit; None: ask again."""
+        self.epochs.settle()
         state = self._state(request)
         state.local_page = num_computed_tokens // self.setup.page
         state.in_step = False
+        if num_computed_tokens and self.epochs.is_mixed():
+            state.stale = True
+        if self.setup.may_load and self.epochs.is_moving():
+            return None, False
         if self.in_step.is_shared(request, state.local_page):
             return None, False
         if (
@@ -154,6 +180,7 @@ class SchedulerConnector:
         """vLLM has decided: load num_external_tokens into these blocks, or nothing."""
         state = self._state(request)
         asked = state.asked
+        self.advice.begin(state)
         if not state.admitted:
             state.admitted = True
             self.loads.note_admission(state, asked, num_external_tokens)
@@ -188,6 +215,7 @@ class SchedulerConnector:
         if state is None:
             return None
         self._refresh(state)
+        self.advice.end(state)
         del self.requests[request.request_id]
         self.identities.drop(request.request_id)
         if not self.requests:
@@ -210,8 +238,10 @@ class SchedulerConnector:
             loads=self.loads.ordered, saves=self.saves.of_ended, aborted=self.loads.aborted
         )
         self.loads.ordered, self.saves.of_ended, self.loads.aborted = [], [], []
+        meta.epoch = self.epochs.name
         meta.idle = not output.total_num_scheduled_tokens and not self._computes()
         try:
+            self.tables.begin_step(output)
             sure: Mapping[str, RequestState] = self.requests
             if unsure := self.in_step.blocks:
                 sure = {r: state for r, state in sure.items() if r not in unsure}
@@ -223,6 +253,8 @@ class SchedulerConnector:
         except Exception:
             self.setup.stats.add("errors")
             logger.exception("lookaside: a step's pages are not saved")
+        finally:
+            self.tables.end_step()
         return meta
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -234,6 +266,8 @@ class SchedulerConnector:
             self.pace.note_forwards(meta.forward_seconds)
             self.pace.note_copies(meta.copies)
             self.saves.acknowledge(meta.saves_done)
+            if meta.places:
+                self.learn(meta.places)
         self.loads.end(output, failed, self.requests)
         self.resets.go_on()
 
@@ -252,14 +286,23 @@ class SchedulerConnector:
 
     # ---- all of it ----
 
+    def learn(self, places: Mapping[int, Place]) -> None:
+        """Take in where workers have their sidecars, by rank."""
+        self.setup.sidecars.learn(places)
+
     def reset_cache(self) -> bool:
         """Make void all that the sidecars hold, and have them clear it. Never fails.
+
+        A pause of vLLM resets its caches because weights may change. Where that can be seen
+        (epochs.py), nothing is cleared then.
 
         From now on nothing from before is hit, whether the sidecars can be reached or not: nothing
         is asked of them before they have confirmed the clear. This call waits for that within the
         deadline; resets.py says when the clear comes. Requests that run on keep what they have from
         before, so it is not saved.
         """
+        if self.epochs.keeps_cache():
+            return True
         self.setup.sidecars.void()
         self.saves.withdraw()
         pool = self.saves.pool
@@ -275,8 +318,32 @@ class SchedulerConnector:
                 or state.request.request_id in self.loads.blocks
             )
         self.announcements.void()
+        self.epochs.note_reset()
         self.resets.begin()
         return True
+
+    def _clear(self) -> None:
+        """Have the sidecars forget all of the space, of which nothing is held here any more."""
+        self.setup.sidecars.void()
+        self.announcements.void()
+        self.resets.begin()
+
+    def _let_go(self) -> list[RequestState]:
+        """Give back what is leased, and save nothing of what has been computed so far.
+
+        Returns the requests that are stale by it, and were not before.
+        """
+        self.saves.withdraw()
+        stale: list[RequestState] = []
+        for state in self.requests.values():
+            self._refresh(state)
+            self.hits.drop(state)
+            state.saved = 0
+            begun = state.request.num_computed_tokens > 0
+            if not state.stale and (begun or state.request.request_id in self.loads.blocks):
+                state.stale = True
+                stale.append(state)
+        return stale
 
     def shutdown(self) -> None:
         """End the sessions, which frees all that they hold. Safe to call again."""
@@ -288,7 +355,8 @@ class SchedulerConnector:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            state = RequestState(request, request.num_preemptions)
+            hints = self.hints.read(request)
+            state = RequestState(request, request.num_preemptions, hints)
             self.requests[request.request_id] = state
             self.identification.is_known(state)
         self._refresh(state)
@@ -311,6 +379,10 @@ class SchedulerConnector:
     def _computes(self) -> bool:
         """Report whether vLLM has begun to compute a request.
 
-        With several batches at a time, that request's step may be under way.
+        With several batches at a time, that request's step may be under way, also if the request
+        has been preempted since.
         """
-        return any(state.request.status == self._running for state in self.requests.values())
+        return any(
+            state.request.status == self._running or state.request.num_in_flight_tokens
+            for state in self.requests.values()
+        )

@@ -24,6 +24,7 @@ from lookaside.scheduler.requests import RequestState
 from lookaside.scheduler.rows import Rows
 from lookaside.scheduler.setup import Setup
 from lookaside.scheduler.states import States
+from lookaside.scheduler.tables import Tables
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -51,6 +52,7 @@ class Saves:
         self,
         setup: Setup,
         rows: Rows,
+        tables: Tables,
         names: Names,
         identification: Identification,
         promises: Promises,
@@ -59,6 +61,7 @@ class Saves:
     ) -> None:
         self._setup = setup
         self._rows = rows
+        self._tables = tables
         self._names = names
         self._identification = identification
         self._promises = promises
@@ -70,6 +73,8 @@ class Saves:
         """The pool to pin blocks with; without one nothing is saved."""
         self.pins: dict[int, _Pin] = {}
         """By rising save id."""
+        self.is_mixed: Callable[[], bool] = lambda: False
+        """Whether vLLM's own cache may have blocks that other weights computed."""
         self.next_id = 1
         self.of_ended: list[SaveSpec] = []
         """Saves of requests that have ended, for the next step's metadata."""
@@ -103,11 +108,10 @@ class Saves:
         specs: list[SaveSpec],
     ) -> None:
         """Append specs of pages of tokens; see collect."""
-        block_state, page = output.kv_connector_block_state, self._setup.page
-        assert block_state is not None
+        page = self._setup.page
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
-            if state is None or state.stale:
+            if state is None or state.stale or not state.hints.store:
                 continue
             refresh(state)
             request = state.request
@@ -118,14 +122,13 @@ class Saves:
                 before < request.num_prompt_tokens or state.owes_prompt
             )
             state.owes_prompt = state.owes_prompt and not ends_prompt
-            if after // page <= state.saved and not ends_prompt:
+            if (after - self._setup.draft_lag) // page <= state.saved and not ends_prompt:
                 continue
             if not self._identification.may_save(state):
                 continue
             pages, tail = self._filled(state, after, ends_prompt)
             if pages > state.saved or tail:
-                tables = block_state.get_block_ids(request_id) or ()
-                specs += self._save(state, pages, tables, tail)
+                specs += self._save(state, pages, self._tables.of(request_id), tail)
 
     def _collect_states(
         self,
@@ -142,7 +145,8 @@ class Saves:
             if state is None or request_id in (output.preempted_req_ids or ()):
                 continue
             refresh(state)
-            if not state.stale and self._identification.may_save(state):
+            wanted = state.hints.store and not state.stale
+            if wanted and self._identification.may_save(state):
                 specs += self._save_states(state, offers)
 
     def finish(self, state: RequestState, tables: Sequence[list[int]]) -> bool:
@@ -153,19 +157,21 @@ class Saves:
         setup, request = self._setup, state.request
         if not (setup.may_save and any(tables) and state.admitted) or state.stale:
             return False
+        if not state.hints.store:
+            return False
         if self.pool is None or not setup.sidecars.available:
             return False
         if not self._identification.may_save(state):
             return False
         # The last sampled token was never computed; tokens in flight may not have been, and are of
         # no use if the request was aborted.
-        in_flight = getattr(request, "num_in_flight_tokens", None)
-        if in_flight is not None:
-            valid = min(
-                max(request.num_prompt_tokens, request.num_tokens - 1),
-                request.num_computed_tokens - in_flight,
-            )
-            self.of_ended += self._save(state, self._final_pages(state, valid), tables)
+        valid = min(
+            max(request.num_prompt_tokens, request.num_tokens - 1),
+            request.num_computed_tokens - request.num_in_flight_tokens,
+        )
+        self.of_ended += self._save(
+            state, self._final_pages(state, valid - setup.draft_lag), tables
+        )
         return True
 
     def note_held(self, state: RequestState, page: int) -> None:
@@ -182,9 +188,7 @@ class Saves:
         """
         prompt_tokens = state.request.num_prompt_tokens
         tail = self._promises.tail(state) if ends_prompt else b""
-        pages = self._final_pages(state, valid)
-        if self._setup.drafts and valid > prompt_tokens:
-            pages -= 1
+        pages = self._final_pages(state, valid - self._setup.draft_lag)
         if not ends_prompt:
             pages -= pages % self._setup.chunk
         if pages != prompt_tokens // self._setup.page:
@@ -219,14 +223,15 @@ class Saves:
         at, whole = state.saved, end_page
         end_page = min(end_page + bool(tail), self._rows.pages_of(tables))
         specs: list[SaveSpec] = []
-        divided = self._setup.sidecars.divided
+        divided, hints = self._setup.sidecars.divided, state.hints.of_store()
         while at < end_page:
             # A chunk that is extended may have to be written anew from its first page.
             first = at - at % chunk
             end = min(end_page, first + self._save_pages)
             block_ids = self._rows.of(tables, first, end)
             if 0 in block_ids and self._setup.hybrid:
-                self._fill(request, block_ids, first)
+                if not self.is_mixed():
+                    self._fill(request, block_ids, first)
             elif 0 in block_ids:  # vLLM's null block: this page's bytes are gone
                 break
             names = self._names.of(state, first, min(end, whole))
@@ -240,6 +245,7 @@ class Saves:
                 hashes=b"".join(names),
                 block_ids=block_ids,
                 divided=divided,
+                hints=hints,
             )
             self._pin(spec)
             specs.append(spec)
@@ -257,10 +263,27 @@ class Saves:
         """Return specs for the states that vLLM hands out, their blocks pinned."""
         specs: list[SaveSpec] = []
         for page, block_ids in self._states.offered(offers):
-            if self._final_pages(state, page * self._setup.page) >= page:
+            if self._final_pages(state, page * self._setup.page) >= page and self._are_named(
+                state.request, page, block_ids
+            ):
                 specs.append(self._states.save(state, self.next_id, page, block_ids))
                 self._pin(specs[-1])
         return specs
+
+    def _are_named(self, request: Request, page: int, block_ids: Sequence[int]) -> bool:
+        """Report whether vLLM still names the blocks of states after the end of this page.
+
+        vLLM 0.33 hands out states when a step's drafts were accepted, and may give their blocks to
+        another request before the next step is scheduled.
+        """
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+        assert self.pool is not None
+        end = request.block_hashes[page * self._hashes_per_page - 1]
+        return all(
+            self.pool.blocks[block_id].block_hash == make_block_hash_with_group_id(end, group)
+            for group, block_id in zip(self._states.groups, block_ids, strict=True)
+        )
 
     def _fill(self, request: Request, rows: list[int], first: int) -> None:
         """Put blocks that windows have left behind into rows of pages from first on, where vLLM

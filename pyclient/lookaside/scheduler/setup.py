@@ -30,10 +30,14 @@ class Setup:
     """Pages of a chunk."""
     hashes_per_page: int
     """vLLM's block hashes for each page; the last of them names it."""
+    lookahead: int
+    """Tokens after a page that its name covers as well."""
     drafts: bool
-    """Whether draft layers are cached. Their KV of a page's last position depends on the token
-    after it. So a page counts only when the next one matches too, and the newest page of a request
-    that decodes is not final yet."""
+    """Whether the layers of a draft head are cached. Their KV of a page's last position depends on
+    the token after it, which the page's name does not tell. So a page counts only when the next one
+    matches too."""
+    draft_lag: int
+    """For how many computed tokens, the last ones, such layers are not final yet."""
     in_step: bool
     """Whether this engine recovers from a load that fails within its step; see in_step.py."""
     hybrid: bool

@@ -86,7 +86,12 @@ class States:
         for page in range(end, end - count, -1):
             (digest,) = self._names.of(state, page - 1, page)
             lookup = self._setup.sidecars.start(
-                page, digest, b"".join(self._of(digest)), 0, self._pace.prefill_s(page - first)
+                page,
+                digest,
+                b"".join(self._of(digest)),
+                0,
+                self._pace.prefill_s(page - first),
+                state.hints.tenant,
             )
             asked.states.append((page, lookup))
         asked.states_asked += count
@@ -150,6 +155,7 @@ class States:
             hashes=b"".join(self._of(digest)),
             block_ids=self._rows.of_states(block_ids),
             divided=self._setup.sidecars.divided,
+            hints=state.hints.of_store(),
         )
 
     def _of(self, digest: bytes) -> list[bytes]:

@@ -7,6 +7,7 @@ pages.py      the blocks and bytes of pages: arithmetic alone
 saves.py      from the order to save pages to its acknowledgement
 loads.py      from the order to load pages to the end of its copy, on a thread of its own
 reports.py    what became of loads, until vLLM asks
+quiet.py      the end of all copies when vLLM goes to sleep
 forwards.py   how long a step's forward takes
 ============  ======================================================================
 

@@ -69,6 +69,9 @@ class Link(Subscriber):
         """Replaced, never changed, by the session's thread; None while there is no session."""
         self.closed = False
         """The role is shut down, and orders nothing more."""
+        self.quiet = False
+        """The KV cache is not there: no copy may begin (quiet.py). The main thread sets it; a copy
+        that another thread begins while it is set is waited for."""
 
     def use(self, copies: Copies) -> None:
         """Copy by these. Call once, before the session starts."""

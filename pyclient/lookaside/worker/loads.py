@@ -101,8 +101,8 @@ class Loads:
         """
         try:
             live, session = self._link.live, self._link.session
-            if live is None or session is None or self._link.closed:
-                raise SessionUnavailable("not connected")
+            if live is None or session is None or self._link.closed or self._link.quiet:
+                raise SessionUnavailable("not connected, or vLLM sleeps")
             pages = len(self._link.pages.rows(spec.block_ids))
             if not pages or self.rank >= len(spec.refs):
                 raise ValueError("nothing was leased for it")
@@ -197,7 +197,9 @@ class Loads:
         """Add to moving what can be copied now; return the loads that still wait for a grant."""
         still: list[_Load] = []
         for load in asked:
-            if not load.pending.done and time.monotonic() < load.grant_deadline:
+            if not (load.pending.done or self._link.quiet) and (
+                time.monotonic() < load.grant_deadline
+            ):
                 still.append(load)
             elif self._begin(load):
                 moving.append(load)
@@ -236,6 +238,8 @@ class Loads:
                 raise RegionError("the sidecar granted other pages than were ordered")
             if self._reports.is_aborted(load.spec.request_id):
                 raise RegionError("aborted")
+            if self._link.quiet:
+                raise RegionError("vLLM sleeps")
             load.hold = load.live.regions.acquire()
             if load.hold is None:
                 raise RegionError("the session was lost")

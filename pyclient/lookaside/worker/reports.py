@@ -106,6 +106,14 @@ class Reports:
                 if self._whole_failures:
                     self._failed_requests.add(request_id)
 
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait until no load is out, for so long at most; return whether none is.
+
+        Loads within the step are not counted: they end on the main thread.
+        """
+        with self._lock:
+            return self._ended.wait_for(lambda: not self._out, timeout_s)
+
     def take_received(self, idle: bool) -> set[str]:
         """Return the requests whose loads have ended since the last call.
 

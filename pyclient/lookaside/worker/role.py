@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from lookaside.devices import make_copies
 from lookaside.handshake import SessionOptions
 from lookaside.layout import PageLayout, UnsupportedLayout, build_layout
 from lookaside.metadata import LoadSpec, LookasideMetadata, LookasideWorkerMetadata
+from lookaside.places import Place, Whereabouts
 from lookaside.ratelog import RateLimitedLog
 from lookaside.session import Session
 from lookaside.stats import Collector
@@ -24,6 +26,7 @@ from lookaside.worker.forwards import Forwards
 from lookaside.worker.link import Link
 from lookaside.worker.loads import Loads
 from lookaside.worker.pages import Pages
+from lookaside.worker.quiet import Quiet
 from lookaside.worker.reports import Reports
 from lookaside.worker.saves import Saves
 
@@ -58,8 +61,12 @@ class WorkerConnector:
         self.saves = Saves(config, self.link, stats, log)
         self.reports = Reports(stats, log, space.is_hybrid(kv_cache_config))
         self.loads = Loads(config, self.link, stats, log, self.reports)
+        self.quiet = Quiet(self.link, self.loads, self.saves, self.reports)
         self.forwards = Forwards()
         self._idle_step = False  # nothing is computed in this step
+        self._whereabouts: Whereabouts | None = None  # None: all ranks are on one host
+        self._epoch = config.weights_epoch  # of the session's space
+        self._fields: dict[str, str] = {}  # of the space, without the epoch
 
         # The stream that vLLM computes on, by its handle. Torch names it to the main thread only,
         # and the loader's copies must come after what that stream was given.
@@ -95,8 +102,8 @@ class WorkerConnector:
             )
             return
         world = space.world(self._vllm_config)
-        tp_rank, pp_rank = _place(self._vllm_config, world)
-        rank = self.loads.rank = pp_rank * world.tp_size + tp_rank
+        place, pp_rank = _place(self._vllm_config, world)
+        rank = self.loads.rank = pp_rank * world.stage_size + place
         self.link.pages = Pages(
             page_bytes=layout.page_bytes,
             column_bytes=np.array(layout.column_bytes, np.int64),
@@ -105,7 +112,7 @@ class WorkerConnector:
             digest_bytes=geometry.digest_bytes,
         )
         replicas = space.replicas(self._vllm_config, self._kv_cache_config)
-        self.saves.share = (replicas, tp_rank % replicas)
+        self.saves.share = (replicas, place % replicas)
 
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":
@@ -122,9 +129,9 @@ class WorkerConnector:
         engine_id = str(transfer.engine_id)
         fields = space.space_fields(
             self._vllm_config,
-            tp_rank,
+            place,
             pp_rank,
-            replicas=replicas,
+            heads=space.same_heads(self._vllm_config, self._kv_cache_config),
             engine_id=engine_id,
             geometry=geometry,
         )
@@ -141,6 +148,7 @@ class WorkerConnector:
     ) -> None:
         """Start the session, and wait for it a little."""
         endpoint = self._config.endpoint_for(rank, dp_rank)
+        self._fields = {**layout.description, **fields}
         autostart: Autostart | None = None
         if self._config.autostart:
             arguments = self._config.sidecar_arguments(rank, dp_rank)
@@ -155,12 +163,15 @@ class WorkerConnector:
                 page_bytes=layout.page_bytes,
                 pages_per_chunk=geometry.pages_per_chunk,
                 digest_bytes=geometry.digest_bytes,
-                fields={**layout.description, **fields},
+                fields=space.with_epoch(self._fields, self._epoch),
             ),
             on_absent=autostart.ensure if autostart is not None else None,
             held=self.link.mappings.held,
         )
         session.subscribe(self.link)
+        if space.may_span_hosts(self._vllm_config):
+            self._whereabouts = Whereabouts(rank, endpoint, _host())
+            session.subscribe(self._whereabouts)
         self.link.session = session
         self.loads.run()
         session.start()
@@ -192,6 +203,14 @@ class WorkerConnector:
         # Copies that have ended since still hold their memory.
         self.saves.finish()
 
+    def quiesce(self) -> None:
+        """End all copies: vLLM takes the KV cache's memory away, to sleep. Safe to call again."""
+        self.quiet.begin()
+
+    def resume(self) -> None:
+        """The KV cache is back where it was; what was in it is gone. Safe to call again."""
+        self.quiet.end()
+
     # ---- a step, on the main thread ----
 
     def handle_preemptions(self, argument: object) -> None:
@@ -205,6 +224,11 @@ class WorkerConnector:
         """Begin the step's loads, and send its other questions to the sidecar."""
         if not isinstance(metadata, LookasideMetadata):
             return
+        # With speculation vLLM's V1 runner ends the step on the last rank of a pipeline alone.
+        self._note_compute_stream()
+        self.saves.copy_out()
+        if metadata.epoch is not None and metadata.epoch != self._epoch:
+            self._move(metadata.epoch)
         self.reports.expect(metadata.loads, metadata.aborted)
         self._idle_step = metadata.idle
         if metadata.loads:
@@ -214,6 +238,13 @@ class WorkerConnector:
         if metadata.timed:
             # Last: what comes now is the forward.
             self.forwards.begin(metadata.timed, device=self._note_stream is not None)
+
+    def _move(self, epoch: str) -> None:
+        """Go on in the space of another epoch of weights. Copies under way are of the old one."""
+        self._epoch = epoch
+        self.saves.finish()
+        if self.link.session is not None:
+            self.link.session.move(space.with_epoch(self._fields, epoch))
 
     def _order_loads(self, specs: list[LoadSpec]) -> None:
         """Begin loads, whose bytes may move from here on; the package's comment says why."""
@@ -261,9 +292,18 @@ class WorkerConnector:
         self.saves.finish()
         failures = self.reports.take_failures()
         meta = LookasideWorkerMetadata(
-            self.saves.take_done(), failures, self.forwards.take(), self.reports.take_copies()
+            self.saves.take_done(),
+            failures,
+            self.forwards.take(),
+            self.reports.take_copies(),
+            self.places(),
         )
         return None if meta.is_empty() else meta
+
+    def places(self) -> dict[int, Place]:
+        """Return where this rank's sidecar is, if ranks may be on several hosts and it is not what
+        was returned last."""
+        return self._whereabouts.take() if self._whereabouts is not None else {}
 
     def clear_connector_metadata(self) -> None:
         """End the step; nothing of it stays behind."""
@@ -271,16 +311,25 @@ class WorkerConnector:
 
 
 def _place(vllm_config: VllmConfig, world: space.World) -> tuple[int, int]:
-    """Return (tp_rank, pp_rank) of this worker."""
+    """Return (place, pp_rank) of this worker; see space.World."""
     from vllm.distributed import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
+        pcp_rank = parallel_state.get_pcp_group().rank_in_group if world.pcp_size > 1 else 0
         return (
-            parallel_state.get_tensor_model_parallel_rank(),
+            pcp_rank * world.tp_size + parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pp_group().rank_in_group,
         )
     rank = vllm_config.parallel_config.rank % world.ranks
-    return rank % world.tp_size, rank // world.tp_size
+    return rank % world.stage_size, rank // world.stage_size
+
+
+def _host() -> str:
+    """Return this host's address, as vLLM has it (VLLM_HOST_IP)."""
+    from vllm.utils.network_utils import get_ip
+
+    address = get_ip()
+    return socket.gethostname() if address == "0.0.0.0" else address
 
 
 def _current_stream(device: torch.device) -> int:

@@ -75,8 +75,8 @@ class Saves:
         save: _Save | None = None
         try:
             self._check(spec)
-            if live is None or session is None or self._link.closed:
-                raise SessionUnavailable("not connected")
+            if live is None or session is None or self._link.closed or self._link.quiet:
+                raise SessionUnavailable("not connected, or vLLM sleeps")
             save = _Save(spec, live, time.monotonic())
             self._ask(save, session)
             if save.pieces:
@@ -124,6 +124,7 @@ class Saves:
                 hashes=spec.hashes[start * size : end * size],
                 every=every,
                 which=which,
+                **spec.hints,
             )
             pending = session.submit(make, abort)
             asked = range(spec.first_page + start, spec.first_page + end)
@@ -226,6 +227,12 @@ class Saves:
         self._stats.add("save_failures")
         self._acknowledge(save.spec)
 
+    def give_up(self) -> None:
+        """Give up this step's orders, of which nothing was copied yet."""
+        orders, self._orders = self._orders, []
+        for save in orders:
+            self._abandon(save)
+
     # ---- ends ----
 
     def finish(self) -> None:
@@ -259,10 +266,16 @@ class Saves:
 
     def drain(self, deadline: float) -> None:
         """Wait until the deadline for copies under way, and finish those that have ended."""
-        for save in self._copying:
-            if save.ticket is not None:
-                save.ticket.wait(max(0.0, deadline - time.monotonic()))
+        self.wait_copied(max(0.0, deadline - time.monotonic()))
         self.finish()
+
+    def wait_copied(self, timeout_s: float) -> bool:
+        """Wait for copies under way, for so long at most; return whether all have ended."""
+        deadline = time.monotonic() + timeout_s
+        return all(
+            save.ticket is None or save.ticket.wait(max(0.0, deadline - time.monotonic()))
+            for save in self._copying
+        )
 
     def take_done(self) -> dict[int, int]:
         """Return the saves acknowledged since the last call, as the metadata has them."""

@@ -58,8 +58,8 @@ func newRoot() *cobra.Command {
 	root.SetUsageTemplate(strings.ReplaceAll(root.UsageTemplate(), "FlagUsages",
 		fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
 	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newPrefetch(),
-		newPin(), newUnpin(), newClear(), newMove(), newCheck(), newConfig(), newDAX(),
-		newSimulate(), newVersion())
+		newPin(), newUnpin(), newWeights(), newClear(), newMove(), newCheck(), newConfig(),
+		newDAX(), newSimulate(), newVersion())
 	return root
 }
 

@@ -358,10 +358,7 @@ func TestTakeoverDies(t *testing.T) {
 			if err := p.Store(); err != nil {
 				t.Fatal(err)
 			}
-			h, err := ipc.DialHandover(s.dir)
-			if err != nil {
-				t.Fatal(err)
-			}
+			h := dialHandover(t, s)
 			err = tc.do(h)
 			h.Close()
 			if err != nil {
@@ -596,6 +593,18 @@ func waitFor(t *testing.T, what string, cond func() bool) {
 	}
 }
 
+// dialHandover connects as the process that takes over from a sidecar. One that has just started
+// serves before it can be taken over from.
+func dialHandover(t *testing.T, s *server) (h *ipc.Handover) {
+	t.Helper()
+	waitFor(t, "a handover socket", func() (ok bool) {
+		var err error
+		h, err = ipc.DialHandover(s.dir)
+		return err == nil
+	})
+	return h
+}
+
 // A sidecar that is told to end while another process waits to take over ends: it drains, and the
 // other process is refused.
 func TestTakeoverOfOneThatEnds(t *testing.T) {
@@ -607,10 +616,7 @@ func TestTakeoverOfOneThatEnds(t *testing.T) {
 	if err := w.Call(&wire.PrepareStore{ID: 1, Hashes: packed}, &g, patience); err != nil {
 		t.Fatal(err)
 	}
-	h, err := ipc.DialHandover(s.dir)
-	if err != nil {
-		t.Fatal(err)
-	}
+	h := dialHandover(t, s)
 	defer h.Close()
 	begin := testBegin
 	if err := h.Send(handover.TypeBegin, handover.Encode(begin.Fields)); err != nil {

@@ -362,8 +362,8 @@ func TestOtherProcess(t *testing.T) {
 	if _, err := io.ReadFull(stdout, line); err != nil || string(line) != "<nil>\n" {
 		t.Fatalf("%q, %v", line, err)
 	}
-	err = New(nil).Mount(path, dax.DeviceOptions{Path: path, SizeBytes: 4096 * 3, OffsetBytes: 8192,
-		AllowFile: true})
+	err = New(nil).Mount(path, dax.DeviceOptions{Path: path, SizeBytes: 192 << 10,
+		OffsetBytes: 128 << 10, AllowFile: true})
 	if !errors.Is(err, dax.ErrBusy) ||
 		!strings.Contains(err.Error(), fmt.Sprintf("process %d ", cmd.Process.Pid)) {
 		t.Errorf("mounted: %v", err)

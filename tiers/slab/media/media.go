@@ -292,19 +292,20 @@ type Entry struct {
 	Commit     uint64 // number of the commit in its slab, from 1
 	Stable     uint64 // commits up to this one were durable when the entry was written
 	Space      tiers.Fingerprint
-	First      int    // index of the chunk's first page in its prefix
-	Pages      int    // that the slot holds
-	Prev       []byte // digest of the page before; empty if there is none or it is not known
-	Digests    []byte // of the pages, end to end
-	Sums       []byte // checksums of the pages, 8 bytes each; see Sum
+	First      int      // index of the chunk's first page in its prefix
+	Pages      int      // that the slot holds
+	Prev       []byte   // digest of the page before; empty if there is none or it is not known
+	Digests    []byte   // of the pages, end to end
+	Tenant     [16]byte // names whose chunk it is; zero: nobody's
+	Sums       []byte   // checksums of the pages, 8 bytes each; see Sum
 }
 
 // Sum returns the checksum of page i of the slot.
 func (e *Entry) Sum(i int) uint64 { return binary.LittleEndian.Uint64(e.Sums[8*i:]) }
 
 // An entry: checksum of all that follows 0, generation 8, commit 16, stable 24, state 32, pages 36,
-// first 40, length of prev 44, space 48, prev 80, digests from 128, checksums right behind the room
-// for PagesPerChunk digests. A free one begins with entryAlign zeros.
+// first 40, length of prev 44, space 48, prev 80, tenant 112, digests from 128, checksums right
+// behind the room for PagesPerChunk digests. A free one begins with entryAlign zeros.
 const stateUsed = 0x55534544
 
 // State is the result of decoding an entry.
@@ -330,6 +331,7 @@ func (l *Layout) EncodeEntry(b []byte, id Identity, slot int, e *Entry) {
 	le.PutUint32(b[44:], uint32(len(e.Prev)))
 	copy(b[48:], e.Space[:])
 	copy(b[80:112], e.Prev)
+	copy(b[112:entryHead], e.Tenant[:])
 	copy(b[entryHead:], e.Digests[:e.Pages*l.Geometry.DigestBytes])
 	copy(b[entryHead+l.Geometry.PagesPerChunk*l.Geometry.DigestBytes:], e.Sums[:e.Pages*8])
 	le.PutUint64(b, xxh3.HashSeed(b[8:], id.entrySeed(slot)))
@@ -364,7 +366,7 @@ func (l *Layout) DecodeEntry(b []byte, id Identity, slot int, e *Entry) State {
 	*e = Entry{
 		Generation: le.Uint64(b[8:]), Commit: le.Uint64(b[16:]), Stable: le.Uint64(b[24:]),
 		Space: tiers.Fingerprint(b[48:80]), First: int(first), Pages: int(pages),
-		Prev: b[80 : 80+prev],
+		Prev: b[80 : 80+prev], Tenant: [16]byte(b[112:entryHead]),
 	}
 	n := int(pages)
 	e.Digests = b[entryHead : entryHead+n*g.DigestBytes]

@@ -122,6 +122,7 @@ func testEntry(rnd *rand.Rand, l *Layout) Entry {
 		return b
 	}
 	copy(e.Space[:], fill(32))
+	copy(e.Tenant[:], fill(16))
 	e.Prev = []byte{}
 	if e.First > 0 && rnd.IntN(2) == 0 {
 		e.Prev = fill(g.DigestBytes)
@@ -134,7 +135,7 @@ func sameEntry(a, b *Entry) bool {
 	return a.Generation == b.Generation && a.Commit == b.Commit && a.Stable == b.Stable &&
 		a.Space == b.Space && a.First == b.First && a.Pages == b.Pages &&
 		bytes.Equal(a.Prev, b.Prev) && bytes.Equal(a.Digests, b.Digests) &&
-		bytes.Equal(a.Sums, b.Sums)
+		bytes.Equal(a.Sums, b.Sums) && a.Tenant == b.Tenant
 }
 
 func TestEntries(t *testing.T) {
