@@ -104,7 +104,7 @@ var arenaSettings = []Setting{
 	},
 	{
 		Key: "arena.check_every", Default: "10m", Unit: "duration",
-		Meaning: "How long a walk over the whole arena takes at least: what has changed is found within it, and until then may be loaded. A large arena takes longer, by arena.check_rate.",
+		Meaning: "How often a walk over the whole arena begins at most: what has changed is found within this time, and until then may be loaded. A large arena takes longer, by arena.check_rate.",
 		set: duration(time.Millisecond,
 			func(c *Config) *time.Duration { return &c.Arena.CheckEvery }),
 	},

@@ -79,7 +79,8 @@ type Config struct {
 	// changed since their commit. 0: none are read, and chunks are not checked before they are
 	// written to a tier.
 	PatrolBytes int64
-	// PatrolEvery is the least time that one walk over the arena takes. Default 10 min.
+	// PatrolEvery is the least time from the start of one walk over the arena to that of the next.
+	// Default 10 min.
 	PatrolEvery time.Duration
 	// Recheck compares a chunk with the checksums that it was committed with. known reports whether
 	// there are any; it may make them then. An error that wraps tiers.ErrCorrupt means that the

@@ -15,6 +15,9 @@ import (
 const (
 	// patrolYields is how long it waits at most, before each chunk, for loads to end.
 	patrolYields = time.Second
+	// patrolSteps is how many chunks a walk goes on by in Config.PatrolEvery at least, if
+	// Config.PatrolBytes allows that. An arena may fill while the walk waits behind its only chunk.
+	patrolSteps = 100
 	// rotLogEvery is the least time between two log lines about chunks that have rotted: a failing
 	// memory module or a hostile client can cause many.
 	rotLogEvery = 10 * time.Second
@@ -35,28 +38,37 @@ func (s *Stack) patroller() {
 		names []byte
 		place engine.PatrolPlace
 		walk  = time.Now() // when the walk goes on
-		began = walk
-		rate  float64 // of the walk, in bytes a second
+		began time.Time    // zero: the next chunk begins a walk
 	)
 	for sleep(s.ctx, time.Until(walk)) {
 		now := time.Now()
-		if rate == 0 { // a new walk
+		if began.IsZero() {
 			began = now
-			rate = min(float64(s.cfg.PatrolBytes),
-				float64(max(s.engine.Stats().UsedBytes, 1))/s.cfg.PatrolEvery.Seconds())
 		}
 		var v engine.Verification
 		var ok bool
 		if v, names, ok = s.engine.NextPatrol(&place, names); !ok {
 			s.patrol.passes.Add(1)
-			rate = 0
-			walk = began.Add(s.cfg.PatrolEvery)
+			walk, began = began.Add(s.cfg.PatrolEvery), time.Time{}
 			continue
 		}
-		walk = now.Add(time.Duration(float64(s.sizeOf(&v)) / rate * 1e9))
+		walk = now.Add(s.patrolPause(&v))
 		s.giveWay()
 		s.recheck(&v)
 	}
+}
+
+// patrolPause returns how long a walk waits behind a chunk: the chunk's part of Config.PatrolEvery,
+// but at least what Config.PatrolBytes asks for. The part is that of what the arena holds now. It
+// may have held next to nothing when the walk began.
+func (s *Stack) patrolPause(v *engine.Verification) time.Duration {
+	sp, ok := s.engine.Space(v.Space) // no session need have it open
+	if !ok {
+		return 0 // and the chunk is gone
+	}
+	size, every := float64(v.Pages)*float64(sp.Geometry.PageBytes), float64(s.cfg.PatrolEvery)
+	part := min(size/float64(max(s.engine.Stats().UsedBytes, 1)), 1./patrolSteps)
+	return time.Duration(max(part*every, size/float64(s.cfg.PatrolBytes)*float64(time.Second)))
 }
 
 // giveWay waits until no request waits for chunks to be loaded or verified, at most patrolYields.

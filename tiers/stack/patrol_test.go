@@ -119,8 +119,10 @@ func TestPatrolFindsRot(t *testing.T) {
 		r.keepAll()
 		r.store(all[7], 3*ppc) // the last chunk is extended
 		r.keepAll()
-		time.Sleep(3 * time.Minute)
-		if st := r.engine.Stats(); st.Rotten != 0 || r.patrol.passes.Load() < 2 ||
+		// A walk begins with each minute, whether the first one saw a chunk or not. It has ended
+		// well before the next one.
+		time.Sleep(170 * time.Second)
+		if st := r.engine.Stats(); st.Rotten != 0 || r.patrol.passes.Load() != 3 ||
 			r.patrol.checked.Load() < 2*3*n {
 			t.Fatalf("%d passes, %d checked; %+v", r.patrol.passes.Load(), r.patrol.checked.Load(),
 				st)
@@ -153,6 +155,45 @@ func TestPatrolFindsRot(t *testing.T) {
 		r.want(30, all[5], 0, 2*ppc+1, 2*ppc+1)
 		if st := r.engine.Stats(); st.Rotten != 3 {
 			t.Errorf("%+v", st)
+		}
+	})
+}
+
+// A walk that began when the arena held next to nothing goes on at the pace of what it holds now.
+func TestPatrolKeepsUp(t *testing.T) {
+	inBubble(t, patrolled(rigOptions{}), func(t *testing.T, r *rig) {
+		synctest.Wait() // a walk over an empty arena has ended
+		rnd := rand.New(rand.NewPCG(9, 10))
+		r.store(prefix(rnd, 1, 0), 1)
+		r.keepAll()
+		time.Sleep(time.Minute) // the next walk begins
+		synctest.Wait()
+		if n, passes := r.patrol.checked.Load(), r.patrol.passes.Load(); n != 1 || passes != 1 {
+			t.Fatalf("%d chunks are checked in %d walks", n, passes)
+		}
+		const chunks = 30
+		r.store(prefix(rnd, chunks*ppc, 1), chunks*ppc)
+		r.keepAll()
+		time.Sleep(50 * time.Second)
+		if n, passes := r.patrol.checked.Load(), r.patrol.passes.Load(); n != 1+chunks ||
+			passes != 2 {
+			t.Errorf("%d chunks are checked in %d walks", n, passes)
+		}
+	})
+}
+
+// A space that no session has opened since the arena was restored is walked over at the same pace.
+func TestPatrolPacesSpacesNobodyHasOpened(t *testing.T) {
+	inBubble(t, patrolled(rigOptions{}), func(t *testing.T, r *rig) {
+		const chunks = 50
+		r.store(prefix(rand.New(rand.NewPCG(11, 12)), chunks*ppc), chunks*ppc)
+		r.keepAll()
+		time.Sleep(90 * time.Second) // between two walks
+		r.spaces.Store(&[]*tiers.Space{})
+		before := r.patrol.checked.Load()
+		time.Sleep(40 * time.Second) // 10 s of a walk
+		if n := r.patrol.checked.Load() - before; n < 10 || n > 20 {
+			t.Errorf("%d chunks of a space are checked in 10 s of a minute's walk", n)
 		}
 	})
 }
