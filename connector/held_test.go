@@ -55,7 +55,7 @@ func TestHeldDescriptorsAreHandedOver(t *testing.T) {
 		defer mu.Unlock()
 		got = append(got, fds)
 	}})
-	region, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: 1 << 20,
+	region, err := dax.Create(t.Context(), dax.Options{Kind: dax.KindMemfd, SizeBytes: 1 << 20,
 		NUMANode: dax.NoNUMANode})
 	check(t, err)
 	defer region.Close()

@@ -207,7 +207,7 @@ func (r *rig) serve() {
 // grow adds a region.
 func (r *rig) grow(size int64) {
 	r.t.Helper()
-	reg, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: size,
+	reg, err := dax.Create(context.Background(), dax.Options{Kind: dax.KindMemfd, SizeBytes: size,
 		NUMANode: dax.NoNUMANode})
 	check(r.t, err)
 	r.regions = append(r.regions, reg)

@@ -31,7 +31,7 @@ func TestAdopt(t *testing.T) {
 			if kind == KindFile {
 				o.Path = path
 			}
-			first, err := Create(o)
+			first, err := Create(t.Context(), o)
 			if errors.Is(err, ErrNoMemory) || errors.Is(err, ErrUnsupported) {
 				t.Skip(err)
 			}
@@ -87,7 +87,7 @@ func TestAdopt(t *testing.T) {
 // A file that a process left is found by its path; one that nobody wants is removed.
 func TestLeftFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "region")
-	r, err := Create(fileOptions(path))
+	r, err := Create(t.Context(), fileOptions(path))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -160,7 +160,8 @@ func TestAdoptRefuses(t *testing.T) {
 }
 
 func TestLent(t *testing.T) {
-	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 1 << 20, NUMANode: NoNUMANode})
+	r, err := Create(t.Context(), Options{Kind: KindMemfd, SizeBytes: 1 << 20,
+		NUMANode: NoNUMANode})
 	if err != nil {
 		t.Fatal(err)
 	}

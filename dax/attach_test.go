@@ -14,7 +14,8 @@ import (
 )
 
 func TestAttach(t *testing.T) {
-	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 1 << 16, NUMANode: NoNUMANode})
+	r, err := Create(t.Context(), Options{Kind: KindMemfd, SizeBytes: 1 << 16,
+		NUMANode: NoNUMANode})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -3,6 +3,7 @@
 package dax
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -196,7 +197,7 @@ func TestBudgetHere(t *testing.T) {
 	if err := CheckBudget(1<<20, KindMemfd, BudgetReserve); err != nil {
 		t.Error(err)
 	}
-	_, err := Create(Options{Kind: KindMemfd, SizeBytes: 1 << 50, NUMANode: NoNUMANode,
+	_, err := Create(t.Context(), Options{Kind: KindMemfd, SizeBytes: 1 << 50, NUMANode: NoNUMANode,
 		Populate: true})
 	wantError(t, err, ErrNoMemory, "1024TiB")
 }
@@ -207,9 +208,11 @@ func helperCheckLimit(arg string) string {
 		return err.Error()
 	}
 	fmt.Println(CheckBudget(size, KindMemfd, BudgetReserve))
-	_, err = Create(Options{Kind: KindMemfd, SizeBytes: size, NUMANode: NoNUMANode, Populate: true})
+	ctx := context.Background()
+	_, err = Create(ctx, Options{Kind: KindMemfd, SizeBytes: size, NUMANode: NoNUMANode,
+		Populate: true})
 	fmt.Println(err)
-	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 16 << 20, NUMANode: NoNUMANode,
+	r, err := Create(ctx, Options{Kind: KindMemfd, SizeBytes: 16 << 20, NUMANode: NoNUMANode,
 		Populate: true})
 	if err != nil {
 		return err.Error()

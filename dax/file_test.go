@@ -4,6 +4,7 @@ package dax
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"io"
 	"os"
@@ -52,7 +53,7 @@ func TestFileReplacesStale(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = unix.Munmap(mapped) }()
-	r, err := Create(fileOptions(path))
+	r, err := Create(t.Context(), fileOptions(path))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -67,7 +68,7 @@ func TestFileReplacesStale(t *testing.T) {
 }
 
 func helperOwnFile(path string) string {
-	r, err := Create(fileOptions(path))
+	r, err := Create(context.Background(), fileOptions(path))
 	if err != nil {
 		return err.Error()
 	}
@@ -100,14 +101,14 @@ func TestFileSecondOwner(t *testing.T) {
 	if _, err := io.ReadFull(stdout, answer); err != nil || string(answer) != "owned\n" {
 		t.Fatalf("%q, %v", answer, err)
 	}
-	_, err = Create(fileOptions(path))
+	_, err = Create(t.Context(), fileOptions(path))
 	wantError(t, err, ErrBusy, path, "process "+strconv.Itoa(cmd.Process.Pid))
 
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	_ = cmd.Wait() // "signal: killed"
-	r, err := Create(fileOptions(path))
+	r, err := Create(t.Context(), fileOptions(path))
 	if err != nil {
 		t.Fatalf("after the owner's death: %v", err)
 	}
@@ -117,13 +118,13 @@ func TestFileSecondOwner(t *testing.T) {
 // The lock does not live on in a client that was handed the descriptor.
 func TestFileLockStaysHome(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "region")
-	first, err := Create(fileOptions(path))
+	first, err := Create(t.Context(), fileOptions(path))
 	if err != nil {
 		t.Fatal(err)
 	}
 	first.Bytes()[0] = 9
 	client := dupFile(t, first.FD())
-	if _, err := Create(fileOptions(path)); err == nil {
+	if _, err := Create(t.Context(), fileOptions(path)); err == nil {
 		t.Fatal("two owners")
 	}
 	// Death: all of the first owner's descriptors go, the client's stays.
@@ -134,7 +135,7 @@ func TestFileLockStaysHome(t *testing.T) {
 	if err := first.Close(); err != nil {
 		t.Fatal(err)
 	}
-	second, err := Create(fileOptions(path))
+	second, err := Create(t.Context(), fileOptions(path))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -151,7 +152,7 @@ func TestFileLockStaysHome(t *testing.T) {
 // Close removes only a file that is still its own.
 func TestFileCloseSparesOthers(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "region")
-	r, err := Create(fileOptions(path))
+	r, err := Create(t.Context(), fileOptions(path))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,17 +183,17 @@ func TestFileRefuses(t *testing.T) {
 	if err := unix.Mkfifo(fifo, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	_, err := Create(fileOptions(link))
+	_, err := Create(t.Context(), fileOptions(link))
 	wantError(t, err, nil, link, "symbolic link")
-	_, err = Create(fileOptions(fifo))
+	_, err = Create(t.Context(), fileOptions(fifo))
 	wantError(t, err, ErrUnsupported, fifo, "not a regular file")
-	_, err = Create(fileOptions(dir))
+	_, err = Create(t.Context(), fileOptions(dir))
 	wantError(t, err, nil, dir)
 	o := fileOptions(filepath.Join(dir, "huge"))
 	o.SizeBytes = 1 << 55
-	_, err = Create(o)
+	_, err = Create(t.Context(), o)
 	wantError(t, err, ErrNoSpace, "need 32768TiB", "free ")
-	_, err = Create(fileOptions("/proc/region"))
+	_, err = Create(t.Context(), fileOptions("/proc/region"))
 	wantError(t, err, nil, "/proc/region")
 	if b, err := os.ReadFile(target); err != nil || string(b) != "precious" {
 		t.Errorf("%q, %v", b, err)
@@ -219,7 +220,7 @@ func TestFileNoSpace(t *testing.T) {
 	path := filepath.Join(dir, "region")
 	o := fileOptions(path)
 	o.SizeBytes = 3 << 20
-	_, err := Create(o)
+	_, err := Create(t.Context(), o)
 	wantError(t, err, ErrNoSpace, path, "need 3MiB", "free 2MiB")
 
 	// The kernel's own refusal, past our check of the free space.
@@ -237,7 +238,7 @@ func TestFileNoSpace(t *testing.T) {
 	}
 
 	o.SizeBytes, o.Populate = 2<<20, true
-	r, err := Create(o)
+	r, err := Create(t.Context(), o)
 	if err != nil {
 		t.Fatalf("what fits: %v", err)
 	}

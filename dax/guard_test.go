@@ -14,7 +14,7 @@ import (
 // Fault 15: the file behind a mapping is truncated.
 func TestGuardTruncated(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "region")
-	r, err := Create(fileOptions(path))
+	r, err := Create(t.Context(), fileOptions(path))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -111,7 +111,7 @@ func TestLentLockIsDeadWithItsProcess(t *testing.T) {
 }
 
 func TestIsMemory(t *testing.T) {
-	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 4096})
+	r, err := Create(t.Context(), Options{Kind: KindMemfd, SizeBytes: 4096})
 	if err != nil {
 		t.Fatal(err)
 	}

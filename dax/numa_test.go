@@ -115,7 +115,8 @@ func TestParseList(t *testing.T) {
 
 // The policy reaches the memory, which is then also every client's.
 func TestBindNode(t *testing.T) {
-	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 1 << 20, NUMANode: 0, Populate: true})
+	r, err := Create(t.Context(), Options{Kind: KindMemfd, SizeBytes: 1 << 20, NUMANode: 0,
+		Populate: true})
 	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOSYS) {
 		t.Skipf("SKIPPED: %v", err)
 	}

@@ -3,6 +3,7 @@
 package dax
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"runtime"
@@ -13,13 +14,13 @@ import (
 
 // populateStep is how much of a mapping one MADV_POPULATE_WRITE covers. It is large enough to make
 // the cost of the system call negligible, and small enough to divide the work evenly and to stop
-// early after a failure.
-const populateStep = 64 << 20
+// early. A step has taken seconds where a hypervisor was short of memory.
+const populateStep = 8 << 20
 
 // populate allocates every page of mem with the given number of system threads; 0 means one for
 // each core that this process may use. It returns an error for a shortage that would be SIGBUS at
-// the first touch.
-func populate(mem []byte, threads int) error {
+// the first touch, or ctx's cause if ctx ends first.
+func populate(ctx context.Context, mem []byte, threads int) error {
 	if threads <= 0 {
 		threads = runtime.GOMAXPROCS(0)
 	}
@@ -33,6 +34,10 @@ func populate(mem []byte, threads int) error {
 				at := int(next.Add(1)-1) * populateStep
 				if at >= len(mem) {
 					failed <- nil
+					return
+				}
+				if ctx.Err() != nil {
+					failed <- context.Cause(ctx)
 					return
 				}
 				if err := populateWrite(mem[at:min(at+populateStep, len(mem))]); err != nil {

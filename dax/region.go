@@ -25,6 +25,7 @@
 package dax
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -102,7 +103,7 @@ type Options struct {
 	// preference, see bindNode.
 	NUMANode int
 	// Populate allocates every page before Create returns. That takes some 125 ms a GiB with huge
-	// pages and 400 ms with 4 KiB pages.
+	// pages and 400 ms with 4 KiB pages, and a minute where a hypervisor has to find the memory.
 	Populate bool
 	// Threads that populate; 0 means one for each core that this process may use.
 	Threads int
@@ -127,8 +128,9 @@ type Region struct {
 
 // Create makes a region, after checking that the host can provide it ([CheckBudget]). With KindAuto
 // it falls back to the next kind if the better one is not available; Kind returns the result. A
-// failed Create leaves nothing behind.
-func Create(o Options) (*Region, error) {
+// failed Create leaves nothing behind. When ctx ends, Create stops to populate and fails with ctx's
+// cause; the region does not depend on ctx afterwards.
+func Create(ctx context.Context, o Options) (*Region, error) {
 	switch o.Kind {
 	case "", KindAuto:
 		kind, _, err := Choose(KindAuto, o.SizeBytes)
@@ -137,8 +139,8 @@ func Create(o Options) (*Region, error) {
 		}
 		for ; ; kind = worse(kind) {
 			o.Kind = kind
-			r, err := create(o)
-			if err == nil || kind == KindMemfd {
+			r, err := create(ctx, o)
+			if err == nil || kind == KindMemfd || ctx.Err() != nil {
 				return r, err
 			}
 		}
@@ -146,7 +148,7 @@ func Create(o Options) (*Region, error) {
 		if _, _, err := Choose(o.Kind, o.SizeBytes); err != nil {
 			return nil, err
 		}
-		return create(o)
+		return create(ctx, o)
 	}
 }
 
@@ -158,7 +160,7 @@ func worse(k Kind) Kind {
 	return KindMemfd
 }
 
-func create(o Options) (r *Region, err error) {
+func create(ctx context.Context, o Options) (r *Region, err error) {
 	pageSize := pageSizeOf(o.Kind)
 	size, err := roundUp(o.SizeBytes, pageSize)
 	if err != nil {
@@ -189,7 +191,7 @@ func create(o Options) (r *Region, err error) {
 		return r, err
 	}
 	if o.Populate {
-		if err = populate(r.mem, o.Threads); err != nil {
+		if err = populate(ctx, r.mem, o.Threads); err != nil {
 			return r, err
 		}
 	}

@@ -4,12 +4,14 @@ package dax
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"math"
 	"os"
 	"path/filepath"
 	"strconv"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -22,7 +24,7 @@ func testKind(t *testing.T, kind Kind) *Region {
 	if kind == KindFile {
 		o.Path = filepath.Join(t.TempDir(), "region")
 	}
-	r, err := Create(o)
+	r, err := Create(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +121,7 @@ func TestHugetlb(t *testing.T) {
 }
 
 func TestAuto(t *testing.T) {
-	r, err := Create(Options{SizeBytes: 1 << 20, NUMANode: NoNUMANode, Populate: true})
+	r, err := Create(t.Context(), Options{SizeBytes: 1 << 20, NUMANode: NoNUMANode, Populate: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -139,7 +141,7 @@ func TestHugetlbExhausted(t *testing.T) {
 		t.Fatal(err)
 	}
 	size := (free + 64) * HugePageSize
-	_, err = Create(Options{Kind: KindHugetlb, SizeBytes: size, NUMANode: NoNUMANode,
+	_, err = Create(t.Context(), Options{Kind: KindHugetlb, SizeBytes: size, NUMANode: NoNUMANode,
 		Populate: true})
 	wantError(t, err, ErrNoMemory, "huge pages", "hugepages-2048kB/nr_hugepages")
 
@@ -205,7 +207,7 @@ func TestCreateRefuses(t *testing.T) {
 		{Kind: KindMemfd, SizeBytes: 4096, NUMANode: maxNUMANodes},
 		{Kind: KindMemfd, SizeBytes: 4096, NUMANode: maxNUMANodes - 1},
 	} {
-		if r, err := Create(o); err == nil || r != nil {
+		if r, err := Create(t.Context(), o); err == nil || r != nil {
 			t.Errorf("%+v accepted: %v, %v", o, r, err)
 		}
 	}
@@ -227,7 +229,7 @@ func TestFailedCreateLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "region")
 	for range 3 {
-		if _, err := Create(Options{Kind: KindFile, Path: path, SizeBytes: 1 << 20,
+		if _, err := Create(t.Context(), Options{Kind: KindFile, Path: path, SizeBytes: 1 << 20,
 			NUMANode: maxNUMANodes}); err == nil {
 			t.Fatal("accepted")
 		}
@@ -237,10 +239,42 @@ func TestFailedCreateLeavesNothing(t *testing.T) {
 	}
 }
 
+// interrupted is a context that ends when it was asked so many times whether it has.
+type interrupted struct {
+	context.Context
+	left atomic.Int32
+}
+
+func (c *interrupted) Err() error {
+	if c.left.Add(-1) < 0 {
+		return context.Canceled
+	}
+	return nil
+}
+
+// TestPopulateEnds: whoever is to end does not wait until all of a region is populated.
+func TestPopulateEnds(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "region")
+	o := fileOptions(path)
+	o.SizeBytes, o.Populate, o.Threads = 10*populateStep, true, 1
+	ctx := &interrupted{Context: t.Context()}
+	ctx.left.Store(3)
+	if _, err := Create(ctx, o); !errors.Is(err, context.Canceled) {
+		t.Fatalf("it ended with %v", err)
+	}
+	if n := -ctx.left.Load(); n > 2 {
+		t.Errorf("it went on and asked %d times more", n)
+	}
+	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the file is left: %v", err)
+	}
+}
+
 func TestPopulateThreads(t *testing.T) {
 	for _, threads := range []int{0, 1, 3, 100} {
-		r, err := Create(Options{Kind: KindMemfd, SizeBytes: 3*populateStep/2 + basePage,
-			NUMANode: NoNUMANode, Populate: true, Threads: threads})
+		r, err := Create(t.Context(), Options{Kind: KindMemfd,
+			SizeBytes: 3*populateStep/2 + basePage,
+			NUMANode:  NoNUMANode, Populate: true, Threads: threads})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -251,7 +285,8 @@ func TestPopulateThreads(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 1 << 20, NUMANode: NoNUMANode})
+	r, err := Create(t.Context(), Options{Kind: KindMemfd, SizeBytes: 1 << 20,
+		NUMANode: NoNUMANode})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -273,8 +308,8 @@ func BenchmarkPopulate(b *testing.B) {
 		b.Run(string(kind), func(b *testing.B) {
 			b.SetBytes(size)
 			for b.Loop() {
-				r, err := Create(Options{Kind: kind, SizeBytes: size, NUMANode: NoNUMANode,
-					Populate: true})
+				r, err := Create(context.Background(), Options{Kind: kind, SizeBytes: size,
+					NUMANode: NoNUMANode, Populate: true})
 				if err != nil {
 					b.Skip(err)
 				}

@@ -444,7 +444,7 @@ func TestStatusSaysOnWhichDevicesOthersHoldWhat(t *testing.T) {
 func TestRestartedOwnerOfFilesLeavesWhatWasLent(t *testing.T) {
 	files := t.TempDir()
 	open := func() *dax.Region {
-		r, err := dax.Create(dax.Options{Kind: dax.KindFile, SizeBytes: 1 << 20,
+		r, err := dax.Create(t.Context(), dax.Options{Kind: dax.KindFile, SizeBytes: 1 << 20,
 			Path: filepath.Join(files, "lookaside-region-0000"), NUMANode: dax.NoNUMANode})
 		if err != nil {
 			t.Fatal(err)

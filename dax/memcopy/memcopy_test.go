@@ -185,8 +185,9 @@ func FuzzCopy(f *testing.F) {
 // Fault 15: the file behind a mapping is truncated during a copy.
 func TestCopySurvivesTruncatedFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "region")
-	r, err := dax.Create(dax.Options{Kind: dax.KindFile, Path: path, SizeBytes: 4 << 20,
-		NUMANode: dax.NoNUMANode})
+	r, err := dax.Create(t.Context(), dax.Options{Kind: dax.KindFile, Path: path,
+		SizeBytes: 4 << 20,
+		NUMANode:  dax.NoNUMANode})
 	if err != nil {
 		t.Fatal(err)
 	}

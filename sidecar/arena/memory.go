@@ -187,7 +187,7 @@ func (a *memory) Start(ctx context.Context, workers Workers) error {
 	}
 	a.Log.Info("the arena starts empty", zap.String("because", f.Why))
 	a.setState(Preparing)
-	if err := a.grow(workers, a.Initial); err != nil {
+	if err := a.grow(ctx, workers, a.Initial); err != nil {
 		if expected == 0 || !errors.Is(err, dax.ErrNoMemory) {
 			return fmt.Errorf("arena.initial: %w", err)
 		}
@@ -276,8 +276,8 @@ func (a *memory) setWhy(why string) {
 // errArenaFull means that arena.limit is reached.
 var errArenaFull = errors.New("arena.limit is reached")
 
-// grow adds one region of size bytes, or of what is left below the limit.
-func (a *memory) grow(workers Workers, size int64) error {
+// grow adds one region of size bytes, or of what is left below the limit. It ends early with ctx.
+func (a *memory) grow(ctx context.Context, workers Workers, size int64) error {
 	a.mu.Lock()
 	id, first := a.dir.Next(), len(a.regions) == 0
 	size = min(size, a.limit-a.capacity)
@@ -301,7 +301,7 @@ func (a *memory) grow(workers Workers, size int64) error {
 	if kind == dax.KindFile {
 		o.Path = filepath.Join(a.Path, regionFile(id))
 	}
-	r, err := dax.Create(o)
+	r, err := dax.Create(ctx, o)
 	if err != nil {
 		return err
 	}
@@ -383,7 +383,9 @@ func (a *memory) Run(ctx context.Context, workers Workers) {
 		if !full || capacity >= a.limit || time.Now().Before(retry) {
 			continue
 		}
-		if err := a.grow(workers, a.Step()); err != nil {
+		if err := a.grow(ctx, workers, a.Step()); ctx.Err() != nil {
+			return
+		} else if err != nil {
 			a.mu.Lock()
 			a.failures++
 			a.mu.Unlock()

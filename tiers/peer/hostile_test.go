@@ -84,7 +84,7 @@ func TestBrokenLenders(t *testing.T) {
 	good.store(theirSpace, theirPrefix)
 	f := newFakeLender(t, dir)
 	var c *ipc.Conn
-	mem, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: 4096})
+	mem, err := dax.Create(t.Context(), dax.Options{Kind: dax.KindMemfd, SizeBytes: 4096})
 	check(t, err)
 	defer mem.Close()
 	region := func(id uint32) *wire.RegionAdded {
@@ -191,7 +191,7 @@ func TestBrokenGrants(t *testing.T) {
 
 func testBrokenGrants(t *testing.T, by string) {
 	dir := peerDir(t)
-	mem, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: 1 << 20})
+	mem, err := dax.Create(t.Context(), dax.Options{Kind: dax.KindMemfd, SizeBytes: 1 << 20})
 	check(t, err)
 	defer mem.Close()
 	hashes := prefix(stretch(1, 8)...)

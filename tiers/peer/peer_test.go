@@ -194,7 +194,8 @@ func TestRestoredIsCheckedFirst(t *testing.T) {
 	b := newSide(t, dir, "b", sideOptions{})
 	b.open(sp)
 	a.open(sp)
-	r, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: chunks * 4 * pageSize})
+	r, err := dax.Create(t.Context(), dax.Options{Kind: dax.KindMemfd,
+		SizeBytes: chunks * 4 * pageSize})
 	check(t, err)
 	a.memory[region] = r
 	check(t, a.e.AddCarvedRegion(region, sp.Geometry, chunks,

@@ -190,7 +190,7 @@ func (s *side) patient(is bool) {
 
 func (s *side) addRegion(id uint32, size int64) {
 	s.t.Helper()
-	r, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: size})
+	r, err := dax.Create(context.Background(), dax.Options{Kind: dax.KindMemfd, SizeBytes: size})
 	check(s.t, err)
 	s.memory[id] = r
 	check(s.t, s.p.AddRegion(Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),

@@ -124,7 +124,7 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 		cfg.beSlow(peerPatience)
 	}
 	var err error
-	s.region, err = dax.Create(dax.Options{Kind: dax.KindMemfd,
+	s.region, err = dax.Create(t.Context(), dax.Options{Kind: dax.KindMemfd,
 		SizeBytes: int64(o.slots) * slotBytes})
 	must(t, err)
 	s.engine, err = engine.New(engine.Config{

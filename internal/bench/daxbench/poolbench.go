@@ -101,7 +101,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 		return f, err
 	}
 	defer func() { err = remove(err) }()
-	arena, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: arenaSize,
+	arena, err := dax.Create(ctx, dax.Options{Kind: o.Kind, SizeBytes: arenaSize,
 		NUMANode: dax.NoNUMANode, Populate: true})
 	if err != nil {
 		return f, err

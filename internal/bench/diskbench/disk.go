@@ -69,7 +69,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	arena, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: min(batchBytes,
+	arena, err := dax.Create(ctx, dax.Options{Kind: o.Kind, SizeBytes: min(batchBytes,
 		int64(n)*o.SlotBytes), NUMANode: dax.NoNUMANode, Populate: true})
 	if err != nil {
 		return f, err

@@ -142,9 +142,12 @@ func copyForever(ctx context.Context, threads int) (err error) {
 	const sizeBytes = 256 << 20
 	var mem [2][]byte
 	for i := range mem {
-		r, err := dax.Create(dax.Options{Kind: dax.KindAuto, SizeBytes: sizeBytes,
+		r, err := dax.Create(ctx, dax.Options{Kind: dax.KindAuto, SizeBytes: sizeBytes,
 			NUMANode: dax.NoNUMANode, Populate: true})
 		if err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
 			return err
 		}
 		defer r.Close()

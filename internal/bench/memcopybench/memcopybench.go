@@ -68,7 +68,7 @@ func Run(ctx context.Context, o Options) (out []Measurement, err error) {
 	}
 	var memory [2][]byte
 	for i := range memory {
-		r, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: o.WorkingSetBytes,
+		r, err := dax.Create(ctx, dax.Options{Kind: o.Kind, SizeBytes: o.WorkingSetBytes,
 			NUMANode: dax.NoNUMANode, Populate: true})
 		if err != nil {
 			return nil, err

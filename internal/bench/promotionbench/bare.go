@@ -1,6 +1,7 @@
 package promotionbench
 
 import (
+	"context"
 	"errors"
 	"io"
 	"path/filepath"
@@ -24,16 +25,16 @@ type bareReader struct {
 	direct bool
 }
 
-func newBareReader(dir string, size int64, o Options, kind dax.Kind) (_ *bareReader,
-	err error) {
+func newBareReader(ctx context.Context, dir string, size int64, o Options,
+	kind dax.Kind) (_ *bareReader, err error) {
 	b := &bareReader{o: o, size: size}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, b.close())
 		}
 	}()
-	if b.mem, err = dax.Create(dax.Options{Kind: kind, SizeBytes: size, NUMANode: dax.NoNUMANode,
-		Populate: true, Threads: runtime.NumCPU()}); err != nil {
+	if b.mem, err = dax.Create(ctx, dax.Options{Kind: kind, SizeBytes: size,
+		NUMANode: dax.NoNUMANode, Populate: true, Threads: runtime.NumCPU()}); err != nil {
 		return nil, err
 	}
 	name := filepath.Join(dir, "bare")

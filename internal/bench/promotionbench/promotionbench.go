@@ -94,7 +94,7 @@ func Run(ctx context.Context, o Options, log *zap.Logger) (f Figures, err error)
 	if err := untilOnDisk(ctx, dir, p.Pages()); err != nil {
 		return f, err
 	}
-	bare, err := newBareReader(data, f.Bytes, o, f.Kind)
+	bare, err := newBareReader(ctx, data, f.Bytes, o, f.Kind)
 	if err != nil {
 		return f, err
 	}

@@ -101,7 +101,8 @@ func (o Options) Run(ctx context.Context) (f Figures, err error) {
 		DialTimeout: time.Minute, ReadTimeout: time.Minute, WriteTimeout: time.Minute})
 	defer func() { err = errors.Join(err, bare.Close()) }()
 	size := int64(o.Concurrency*o.Batch) * o.ChunkBytes
-	arena, err := dax.Create(dax.Options{SizeBytes: size, NUMANode: dax.NoNUMANode, Populate: true})
+	arena, err := dax.Create(ctx, dax.Options{SizeBytes: size, NUMANode: dax.NoNUMANode,
+		Populate: true})
 	if err != nil {
 		return f, err
 	}

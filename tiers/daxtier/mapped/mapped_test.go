@@ -505,8 +505,9 @@ func TestCutShort(t *testing.T) {
 		t.Errorf("what is left of it: %q", got)
 	}
 	// Nor is the partition blamed for the caller's memory.
-	gone, err := dax.Create(dax.Options{Kind: dax.KindFile, Path: path + "2", SizeBytes: mib,
-		NUMANode: dax.NoNUMANode})
+	gone, err := dax.Create(t.Context(), dax.Options{Kind: dax.KindFile, Path: path + "2",
+		SizeBytes: mib,
+		NUMANode:  dax.NoNUMANode})
 	ok(t, err)
 	ok(t, os.Truncate(path+"2", 0))
 	_, err = f.ReadAt(gone.Bytes()[:1000], 0)

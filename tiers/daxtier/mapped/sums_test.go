@@ -33,8 +33,8 @@ func TestDevices(t *testing.T) {
 			f := open(t, v, "/dax0.0/f", vfs.Create)
 			ok(t, f.Allocate(0, 12*mib))
 			rnd := rand.New(rand.NewPCG(1, 9))
-			arena, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: 8 * mib,
-				NUMANode: dax.NoNUMANode})
+			arena, err := dax.Create(t.Context(), dax.Options{Kind: dax.KindMemfd,
+				SizeBytes: 8 * mib, NUMANode: dax.NoNUMANode})
 			ok(t, err)
 			t.Cleanup(func() { ok(t, arena.Close()) })
 			for _, n := range []int{1, 63, 4096, 100_001, 3 * mib} { // in the common way
