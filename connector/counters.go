@@ -61,6 +61,7 @@ type counters struct {
 	askedTokens    atomic.Uint64
 	foundTokens    atomic.Uint64
 	loadedTokens   atomic.Uint64
+	ownTokens      atomic.Uint64
 	promised       atomic.Uint64
 	stores         atomic.Uint64
 	storedPages    atomic.Uint64
@@ -88,6 +89,7 @@ func (c *counters) prefilled(m *wire.Prefilled) {
 	c.askedTokens.Add(uint64(m.Tokens))
 	c.foundTokens.Add(uint64(m.Found))
 	c.loadedTokens.Add(uint64(m.Loaded))
+	c.ownTokens.Add(uint64(m.Own))
 }
 
 // TokenCount counts the tokens of vLLM's requests that vLLM's own cache did not have, by where they
@@ -98,6 +100,7 @@ type TokenCount struct {
 	Found    uint64 `json:"found" doc:"Of the tokens asked for: held by the sidecars of all ranks when vLLM decided what to load."`
 	Loaded   uint64 `json:"loaded" doc:"Of the tokens asked for: loaded. A load that failed counts as computed."`
 	Computed uint64 `json:"computed" doc:"Of the tokens asked for: not loaded, so that vLLM computes them."`
+	Own      uint64 `json:"own" doc:"The other tokens of these requests: vLLM's own cache had them."`
 }
 
 // LoadedRatio returns the part of the tokens asked for that were loaded; 0 if none were asked for.
@@ -152,7 +155,8 @@ type Counters struct {
 func (c *counters) snapshot() Counters {
 	s := Counters{
 		Tokens: TokenCount{Requests: c.requests.Load(), Loaded: c.loadedTokens.Load(),
-			Found: c.foundTokens.Load(), Asked: c.askedTokens.Load()},
+			Found: c.foundTokens.Load(), Asked: c.askedTokens.Load(),
+			Own: c.ownTokens.Load()},
 		Lookups:        c.lookups.Load(),
 		LookupPages:    c.lookupPages.Load(),
 		HitPages:       c.hitPages.Load(),

@@ -59,6 +59,7 @@ type handedSession struct {
 	worker       bool
 	engine       string
 	rank, ranks  uint32
+	about        []wire.Field
 	space        int // its place among the spaces
 	since        int64
 	late         bool
@@ -97,6 +98,10 @@ func (s *handedState) fields(c *handover.Coder) {
 		c.Text(&v.engine, lim.EngineIDBytes)
 		c.Uint32(&v.rank)
 		c.Uint32(&v.ranks)
+		handover.List(c, &v.about, wire.MaxAbout, func(f *wire.Field) {
+			c.Text(&f.Key, lim.FieldKeyBytes)
+			c.Text(&f.Value, lim.FieldValueBytes)
+		})
 		c.Int(&v.space, maxHandedSessions)
 		c.Int64(&v.since)
 		c.Bool(&v.late)
@@ -224,8 +229,8 @@ func (ses *session) handed(lingers bool) handedSession {
 	defer s.mu.Unlock()
 	h := handedSession{
 		id: ses.id, secret: ses.secret, worker: ses.role == wire.RoleWorker, engine: ses.key.id,
-		rank: ses.key.rank, ranks: ses.ranks, since: ses.since.UnixNano(), late: ses.late,
-		replies: ses.replies, notices: ses.notices,
+		rank: ses.key.rank, ranks: ses.ranks, about: ses.about, since: ses.since.UnixNano(),
+		late: ses.late, replies: ses.replies, notices: ses.notices,
 		unmapping: slices.Sorted(maps.Keys(ses.unmapping)), loads: accounts(ses.loads),
 		stores: accounts(ses.stores), held: ses.held, lingers: lingers,
 	}
@@ -387,7 +392,8 @@ func (s *Server) adopt(h *handedSession, sp *space, conn *ipc.Conn, direct *os.F
 	}
 	ses := &session{
 		server: s, id: h.id, owner: engine.Owner(h.id), secret: bytes.Clone(h.secret), role: role,
-		key: key, ranks: h.ranks, space: sp, conn: conn, since: time.Unix(0, h.since),
+		key: key, ranks: h.ranks, about: h.about, space: sp,
+		conn: conn, since: time.Unix(0, h.since),
 		struck: make(chan struct{}), mapping: make(map[uint32]chan struct{}),
 		unmapping: make(map[uint32]chan struct{}), stores: make(map[uint64][]uint32),
 		loads: make(map[uint64][]uint32), late: h.late, notices: h.notices, held: cloneAll(h.held),

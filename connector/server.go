@@ -421,6 +421,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (_ *session, _ []Region, p
 		role:      h.Role,
 		key:       key,
 		ranks:     h.Ranks,
+		about:     h.About,
 		space:     sp,
 		conn:      conn,
 		since:     time.Now(),
@@ -486,7 +487,7 @@ func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
 	declared := &tiers.Space{Fingerprint: fp, Geometry: geometry, Element: elementOf(h.Fields)}
 	s.stack.OpenSpace(id, declared)
 	sp := &space{id: id, fingerprint: fp, geometry: geometry, declared: declared, hello: *h}
-	sp.hello.Fields = slices.Clone(h.Fields)
+	sp.hello.Fields, sp.hello.About = slices.Clone(h.Fields), nil
 	if s.cfg.OnSpace != nil {
 		s.cfg.OnSpace(declared, sp.hello.Fields)
 	}

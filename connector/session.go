@@ -31,7 +31,8 @@ type session struct {
 	secret  []byte // see wire.Welcome; only the handshake and the lookup sockets may send it
 	role    string
 	key     instanceKey
-	ranks   uint32 // of a scheduler: this many ranks, from key.rank on, may load what it looks up
+	ranks   uint32       // of a scheduler: this many ranks, from key.rank on, may load what it looks up
+	about   []wire.Field // what its client says of itself, for operators alone
 	space   *space
 	conn    *ipc.Conn
 	log     *zap.Logger

@@ -66,12 +66,14 @@ func fingerprintOf(h *wire.Hello) (tiers.Fingerprint, error) {
 }
 
 // fieldsOf returns the fields of h as a map.
-func fieldsOf(h *wire.Hello) map[string]string {
-	fields := make(map[string]string, len(h.Fields))
-	for _, f := range h.Fields {
-		fields[f.Key] = f.Value
+func fieldsOf(h *wire.Hello) map[string]string { return mapOf(h.Fields) }
+
+func mapOf(fields []wire.Field) map[string]string {
+	out := make(map[string]string, len(fields))
+	for _, f := range fields {
+		out[f.Key] = f.Value
 	}
-	return fields
+	return out
 }
 
 // withFields returns h with further fields, which replace fields of the same keys.

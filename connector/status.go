@@ -18,6 +18,8 @@ type SessionStatus struct {
 	PID      int32     `json:"pid"`
 	Space    string    `json:"space"` // short fingerprint
 	Since    time.Time `json:"since"`
+
+	About map[string]string `json:"about" doc:"What the client says of itself: releases, settings."`
 }
 
 // LingeringStatus describes a session that was given up while its client lives. It keeps what it
@@ -121,6 +123,7 @@ func (ses *session) status() SessionStatus {
 		PID:      ses.conn.Peer().PID,
 		Space:    ses.space.fingerprint.Short(),
 		Since:    ses.since,
+		About:    mapOf(ses.about),
 	}
 }
 

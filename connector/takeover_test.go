@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"maps"
 	"os"
 	"strings"
 	"testing"
@@ -205,6 +206,35 @@ func TestTakeover(t *testing.T) {
 
 // A load that reports bad extents while the next process restores is handled there: the chunk is
 // not found any more.
+// TestWhatClientsSayOfThemselves checks that it is shown, is no part of the space, and outlives the
+// process.
+func TestWhatClientsSayOfThemselves(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	one, other := workerHello("e"), workerHello("other")
+	one.About = []wire.Field{{Key: "failure_policy", Value: "fail"}, {Key: "vllm", Value: "0.33"}}
+	r.worker(one)
+	r.worker(other)
+	shown := func() {
+		t.Helper()
+		st := r.server.Status()
+		if len(st.Spaces) != 1 || len(st.Sessions) != 2 {
+			t.Fatalf("%d spaces, %d sessions", len(st.Spaces), len(st.Sessions))
+		}
+		for _, ses := range st.Sessions {
+			want := map[string]string{}
+			if ses.EngineID == "e" {
+				want = map[string]string{"failure_policy": "fail", "vllm": "0.33"}
+			}
+			if !maps.Equal(ses.About, want) {
+				t.Errorf("engine %s says %v", ses.EngineID, ses.About)
+			}
+		}
+	}
+	shown()
+	r.takeOver(nil)
+	shown()
+}
+
 func TestTakeoverWithBadExtents(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w, s := r.worker(workerHello("e")), r.scheduler(directHello("e"))

@@ -3,7 +3,7 @@ package handover
 // Version is the version of all messages but Begin and Refuse, whose form stays the same for ever,
 // so that sidecars of different releases can tell that they do not fit. It changes with every
 // change of what is handed over.
-const Version = 1
+const Version = 2
 
 // Types of messages, in the order in which they are sent.
 const (

@@ -8,7 +8,7 @@ const (
 	RoleWorker    = "worker"
 )
 
-// Field is one named property of a space.
+// Field is one named property of a space, or of a client.
 type Field struct{ Key, Value string }
 
 // Label is a short name that a message carries as a string. It aliases the input, so that a message
@@ -36,6 +36,10 @@ type Hello struct {
 	// Held is how many descriptors travel with the message, at most MaxHeldFDs: those of the memory
 	// that a worker still has from an earlier session, for a sidecar that has lost it. For workers.
 	Held uint32
+	// About has what an operator may want to know about the client, such as its release, at most
+	// MaxAbout properties by rising Key, unique. The sidecar shows them, and decides nothing by
+	// them.
+	About []Field
 }
 
 func (m *Hello) fields(v *visitor) *visitor {
@@ -54,12 +58,13 @@ func (m *Hello) fields(v *visitor) *visitor {
 	v.check(!worker || m.Ranks == 1, "ranks", "a worker is one rank")
 	v.check(uint64(m.Rank)+uint64(m.Ranks) <= math.MaxUint32+1, "ranks", "out of range")
 	v.check(!worker || m.PageBytes != 0, "page_bytes", "zero")
-	v.space(&m.Fields)
+	v.named("fields", &m.Fields, v.lim.Fields)
 	v.flag("direct", &m.Direct)
 	v.check(!worker || !m.Direct, "direct", "a worker looks nothing up")
 	v.u32("held", &m.Held)
 	v.check(m.Held <= MaxHeldFDs, "held", "above the limit")
 	v.check(worker || m.Held == 0, "held", "a scheduler has no memory")
+	v.named("about", &m.About, min(v.lim.Fields, MaxAbout))
 	return v
 }
 
@@ -384,6 +389,7 @@ type Prefilled struct {
 	Tokens uint32 // not in vLLM's own cache
 	Found  uint32 // of these, from the first on: held by the sidecars of all ranks
 	Loaded uint32 // of these, from the first on: loaded; vLLM computes the rest
+	Own    uint32 // the request's other tokens: in vLLM's own cache
 }
 
 func (m *Prefilled) fields(v *visitor) *visitor {
@@ -391,6 +397,7 @@ func (m *Prefilled) fields(v *visitor) *visitor {
 	v.u32("tokens", &m.Tokens)
 	v.u32("found", &m.Found)
 	v.u32("loaded", &m.Loaded)
+	v.u32("own", &m.Own)
 	v.check(m.Found <= m.Tokens && m.Loaded <= m.Tokens, "tokens", "less than a part of them")
 	return v
 }

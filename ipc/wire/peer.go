@@ -67,7 +67,7 @@ func (m *PeerSpace) fields(v *visitor) *visitor {
 	v.check(m.PageBytes != 0, "page_bytes", "zero")
 	v.count("pages_per_chunk", &m.PagesPerChunk)
 	v.digest(&m.DigestBytes)
-	v.space(&m.Fields)
+	v.named("fields", &m.Fields, v.lim.Fields)
 	return v
 }
 

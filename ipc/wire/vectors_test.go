@@ -99,6 +99,12 @@ func goodMessages() []named {
 		{"hello of a worker that has memory", &Hello{Version: Version, Role: RoleWorker,
 			EngineID: "e", Ranks: 1, PageTokens: 16, PageBytes: 4096, PagesPerChunk: 4,
 			DigestBytes: 32, Held: MaxHeldFDs}},
+		{"hello that tells about its client", &Hello{Version: Version, Role: RoleScheduler,
+			EngineID: "e", Ranks: 1, PageTokens: 16, PagesPerChunk: 4, DigestBytes: 32,
+			Direct: true, About: []Field{{"failure_policy", "recompute"}, {"vllm", "größer"}}}},
+		{"hello that tells all about its client", &Hello{Version: Version, Role: RoleWorker,
+			EngineID: "e", Ranks: 1, PageTokens: 16, PageBytes: 4096, PagesPerChunk: 4,
+			DigestBytes: 32, About: manyFields(MaxAbout)}},
 		{"welcome before the memory is there", &Welcome{Version: Version, Session: 2,
 			Secret: digests(1, 16), Generation: 1<<62 - 1, Fingerprint: digests(1, 32),
 			LookupEndpoint: "ipc:///run/l/lookup.sock", MaxPages: 65536, LeaseMs: 30000,
@@ -152,7 +158,8 @@ func goodMessages() []named {
 		{"events", &Events{ID: 70, More: true, Runs: []Run{{false, digests(3, 32)},
 			{true, digests(20, 16)}}}},
 		{"events nothing", &Events{ID: 71, Reset: true}},
-		{"prefilled", &Prefilled{Tokens: 70000, Found: 65536, Loaded: 65535}},
+		{"prefilled", &Prefilled{Tokens: 70000, Found: 65536, Loaded: 65535,
+			Own: math.MaxUint32}},
 		{"prefilled by computing", &Prefilled{Tokens: math.MaxUint32}},
 		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30,
 			PageSize: 2 << 20}},
@@ -356,55 +363,64 @@ func badMessages() []vector {
 	add(TypeLookup, "tenant declares 4 GiB", lookup+"c401aa 14 00 db ffffffff 61")
 
 	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "another version with another body", "92 01 0c")
+	add(TypeHello, "another version with another body", "92 01 0d")
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9d 01 0b a6776f726b6572"
-	add(TypeHello, "unknown role", "9d 01 0b a561646d696e a0 00 01 10 cd1000 10 20 80 00 00")
-	add(TypeHello, "empty role", "9d 01 0b a0 a0 00 01 10 cd1000 10 20 80 00 00")
-	add(TypeHello, "role as bytes", "9d 01 0b c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00")
-	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80 00 00")
+	const worker = "9e 01 0c a6776f726b6572"
+	add(TypeHello, "unknown role", "9e 01 0c a561646d696e a0 00 01 10 cd1000 10 20 80 00 00 80")
+	add(TypeHello, "empty role", "9e 01 0c a0 a0 00 01 10 cd1000 10 20 80 00 00 80")
+	add(TypeHello, "role as bytes", "9e 01 0c c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00 80")
+	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80 00 00 80")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+
-		"00 01 10 cd1000 10 20 80 00 00")
-	add(TypeHello, "a worker with a direct socket", worker+"a0 00 01 10 cd1000 10 20 80 01 00")
-	add(TypeHello, "direct as a boolean", worker+"a0 00 01 10 cd1000 10 20 80 c2 00")
-	add(TypeHello, "the body of version 8", "9b 01 0b a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
+		"00 01 10 cd1000 10 20 80 00 00 80")
+	add(TypeHello, "a worker with a direct socket", worker+"a0 00 01 10 cd1000 10 20 80 01 00 80")
+	add(TypeHello, "direct as a boolean", worker+"a0 00 01 10 cd1000 10 20 80 c2 00 80")
+	add(TypeHello, "the body of version 8", "9b 01 0c a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "the body of version 9",
-		"9c 01 0b a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
-	add(TypeHello, "descriptors above the limit", worker+"a0 00 01 10 cd1000 10 20 80 00 41")
-	add(TypeHello, "negative descriptors", worker+"a0 00 01 10 cd1000 10 20 80 00 ff")
+		"9c 01 0c a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
+	add(TypeHello, "the body of version 11",
+		"9d 01 0c a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "descriptors above the limit", worker+"a0 00 01 10 cd1000 10 20 80 00 41 80")
+	add(TypeHello, "negative descriptors", worker+"a0 00 01 10 cd1000 10 20 80 00 ff 80")
 	add(TypeHello, "a scheduler with descriptors",
-		"9d 01 0b a97363686564756c6572 a0 00 01 10 00 10 20 80 00 01")
+		"9e 01 0c a97363686564756c6572 a0 00 01 10 00 10 20 80 00 01 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
-	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80 00 00")
-	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80 00 00")
+	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80 00 00 80")
+	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80 00 00 80")
 	add(TypeHello, "ranks wrap",
-		"9d 01 0b a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00 00")
-	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80 00 00")
-	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80 00 00")
+		"9e 01 0c a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00 00 80")
+	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80 00 00 80")
+	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80 00 00 80")
 	add(TypeHello, "page bytes above 63 bits",
-		worker+"a0 00 01 10 cfffffffffffffffff 10 20 80 00 00")
-	add(TypeHello, "zero pages per chunk", worker+"a0 00 01 10 cd1000 00 20 80 00 00")
-	add(TypeHello, "zero digest bytes", worker+"a0 00 01 10 cd1000 10 00 80 00 00")
-	add(TypeHello, "digest bytes above 32", worker+"a0 00 01 10 cd1000 10 21 80 00 00")
-	add(TypeHello, "fields as an array", worker+"a0 00 01 10 cd1000 10 20 90 00 00")
-	add(TypeHello, "duplicate field", worker+"a0 00 01 10 cd1000 10 20 82 a161a131 a161a132 00 00")
+		worker+"a0 00 01 10 cfffffffffffffffff 10 20 80 00 00 80")
+	add(TypeHello, "zero pages per chunk", worker+"a0 00 01 10 cd1000 00 20 80 00 00 80")
+	add(TypeHello, "zero digest bytes", worker+"a0 00 01 10 cd1000 10 00 80 00 00 80")
+	add(TypeHello, "digest bytes above 32", worker+"a0 00 01 10 cd1000 10 21 80 00 00 80")
+	add(TypeHello, "fields as an array", worker+"a0 00 01 10 cd1000 10 20 90 00 00 80")
+	add(TypeHello, "duplicate field", worker+"a0 00 01 10 cd1000 10 20 82 a161a131 a161a132 00 00 80")
 	add(TypeHello, "fields out of order",
-		worker+"a0 00 01 10 cd1000 10 20 82 a162a131 a161a132 00 00")
-	add(TypeHello, "field key as a number", worker+"a0 00 01 10 cd1000 10 20 81 01 a131 00 00")
-	add(TypeHello, "field value nested", worker+"a0 00 01 10 cd1000 10 20 81 a161 81a161a162 00 00")
+		worker+"a0 00 01 10 cd1000 10 20 82 a162a131 a161a132 00 00 80")
+	add(TypeHello, "field key as a number", worker+"a0 00 01 10 cd1000 10 20 81 01 a131 00 00 80")
+	add(TypeHello, "field value nested", worker+"a0 00 01 10 cd1000 10 20 81 a161 81a161a162 00 00 80")
 	add(TypeHello, "field key above the limit", worker+"a0 00 01 10 cd1000 10 20 81 d941"+rep("61",
-		65)+"a131 00 00")
+		65)+"a131 00 00 80")
 	add(TypeHello, "field value above the limit", worker+"a0 00 01 10 cd1000 10 20 81 a161 da0201"+
-		rep("61", 513)+"00 00")
+		rep("61", 513)+"00 00 80")
 	add(TypeHello, "map bomb", worker+"a0 00 01 10 cd1000 10 20 df ffffffff")
 	var many strings.Builder
 	for i := range 65 {
 		fmt.Fprintf(&many, "a3%x a0", fmt.Sprintf("%03d", i))
 	}
 	add(TypeHello, "fields above the limit", worker+"a0 00 01 10 cd1000 10 20 de0041"+
-		many.String()+"00 00")
+		many.String()+"00 00 80")
+	const whole = worker + "a0 00 01 10 cd1000 10 20 80 00 00 "
+	add(TypeHello, "about as an array", whole+"90")
+	add(TypeHello, "about out of order", whole+"82 a162a131 a161a132")
+	add(TypeHello, "about value as a number", whole+"81 a161 01")
+	add(TypeHello, "about value above the limit", whole+"81 a161 da0201"+rep("61", 513))
+	add(TypeHello, "about above the limit", whole+"de0021"+many.String()[:33*11])
+	add(TypeHello, "bytes behind about", whole+"80 00")
 
 	const none = "a0 00 00 00 00" // no tenant, no hints
 	add(TypePrepareStore, "hashes empty", "9c 0a 01 00 c400 c400 01 00 "+none)
@@ -469,13 +485,13 @@ func badMessages() []vector {
 	add(TypeAdvise, "trailing bytes", advise+"00 c400 c401aa 01 00 00 a0 00")
 
 	welcome := func(session, fp, rest string) string {
-		return "9d 02 0b" + session + secret + "00" +
+		return "9d 02 0c" + session + secret + "00" +
 			fp + rest
 	}
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
-	add(TypeWelcome, "another version with another body", "93 02 0c c0")
+	add(TypeWelcome, "another version with another body", "93 02 0d c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00 00"))
-	add(TypeWelcome, "the body of version 9", "9c 02 0b 01"+secret+"00 c420"+digest+
+	add(TypeWelcome, "the body of version 9", "9c 02 0c 01"+secret+"00 c420"+digest+
 		"a161 a0 00 01 01 00")
 	add(TypeWelcome, "a flag of two", welcome("01", "c420"+digest, "a161 a0 00 01 01 00 02"))
 	add(TypeWelcome, "short fingerprint",
@@ -484,10 +500,10 @@ func badMessages() []vector {
 		welcome("01", "d920"+digest, "a161 a0 00 01 01 00 00"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest,
 		"da0401"+rep("61", 1025)+"a0 00 01 01 00 00"))
-	add(TypeWelcome, "a short secret", "9d 02 0b 01 c40f"+rep("5e", 15)+"00 c420"+digest+
+	add(TypeWelcome, "a short secret", "9d 02 0c 01 c40f"+rep("5e", 15)+"00 c420"+digest+
 		"a161 a0 00 01 01 00 00")
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 0b a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 0c a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -508,10 +524,12 @@ func badMessages() []vector {
 	add(TypeEvents, "a run without hashes", "95 23 01 00 00 91 92 00 c400")
 	add(TypeEvents, "hashes as a string", "95 23 01 00 00 91 92 00 a161")
 	add(TypeEvents, "runs bomb", "95 23 01 00 00 dd ffffffff")
-	add(TypePrefilled, "more found than there are", "94 24 05 06 04")
-	add(TypePrefilled, "more loaded than there are", "94 24 05 05 06")
-	add(TypePrefilled, "tokens above 32 bits", "94 24 cf0000000100000000 00 00")
-	add(TypePrefilled, "negative tokens", "94 24 ff 00 00")
+	add(TypePrefilled, "more found than there are", "95 24 05 06 04 00")
+	add(TypePrefilled, "more loaded than there are", "95 24 05 05 06 00")
+	add(TypePrefilled, "tokens above 32 bits", "95 24 cf0000000100000000 00 00 00")
+	add(TypePrefilled, "own above 32 bits", "95 24 05 05 05 cf0000000100000000")
+	add(TypePrefilled, "the body of version 11", "94 24 05 05 05")
+	add(TypePrefilled, "negative tokens", "95 24 ff 00 00 00")
 	add(TypeCleared, "chunks above 32 bits", "93 21 01 cf0000000100000000")
 	add(TypeRegionAdded, "zero size", "98 28 00 00 a0 00 00 01 00")
 	add(TypeRegionAdded, "size above 63 bits", "98 28 00 00 a0 00 cf8000000000000000 01 00")
@@ -564,15 +582,15 @@ func badMessages() []vector {
 
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
-	add(TypePeerHello, "another version with another body", "92 46 0c")
-	add(TypePeerHello, "zero generation", hello("0b", "00"))
-	add(TypePeerHello, "generation as bytes", hello("0b", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 0b 01 00")
-	add(TypePeerHello, "trailing bytes", hello("0b", "01 00"))
+	add(TypePeerHello, "another version with another body", "92 46 0d")
+	add(TypePeerHello, "zero generation", hello("0c", "00"))
+	add(TypePeerHello, "generation as bytes", hello("0c", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 0c 01 00")
+	add(TypePeerHello, "trailing bytes", hello("0c", "01 00"))
 	add(TypePeerWelcome, "another version", "94 47 05 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 0b 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 0b 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 0b 01 cf0000000100000000")
+	add(TypePeerWelcome, "zero generation", "94 47 0c 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 0c 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 0c 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")

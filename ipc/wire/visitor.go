@@ -314,14 +314,13 @@ func (v *visitor) runs(field string, p *[]Run) {
 	}
 }
 
-// space visits what a space declares: a map by rising key.
-func (v *visitor) space(p *[]Field) {
-	const field = "fields"
+// named visits at most so many named properties: a map by rising key.
+func (v *visitor) named(field string, p *[]Field, most int) {
 	v.fields++
 	n := len(*p)
 	if v.reading {
 		*p = (*p)[:0]
-		n = v.mapping(field, v.lim.Fields)
+		n = v.mapping(field, most)
 	} else {
 		v.buf = appendMap(v.buf, n)
 	}

@@ -26,7 +26,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 11
+const Version = 12
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram must fit the
 // sender's buffer whole, so both ends set SO_SNDBUF to [SocketBufferBytes].
@@ -38,6 +38,9 @@ const SocketBufferBytes = 1 << 20
 
 // MaxHeldFDs is how many descriptors may travel with a Hello.
 const MaxHeldFDs = 64
+
+// MaxAbout is how many properties of itself a client may name in a Hello.
+const MaxAbout = 32
 
 // Lengths of the byte strings in messages.
 const (

@@ -274,6 +274,9 @@ func random(r *rand.Rand, typ Type) Message {
 		for i := range r.IntN(40) {
 			m.Fields = append(m.Fields, Field{string(rune('A' + i)), text()})
 		}
+		for i := range r.IntN(MaxAbout + 1) {
+			m.About = append(m.About, Field{string(rune('A' + i)), text()})
+		}
 		return m
 	case TypeWelcome:
 		return &Welcome{Version: Version, Session: id(), Secret: raw(16), Generation: u64(),
@@ -324,7 +327,7 @@ func random(r *rand.Rand, typ Type) Message {
 		return m
 	case TypePrefilled:
 		n := u32()
-		return &Prefilled{Tokens: n, Found: n >> 1, Loaded: n >> 2}
+		return &Prefilled{Tokens: n, Found: n >> 1, Loaded: n >> 2, Own: u32()}
 	case TypeRegionAdded:
 		page := 1 + u64()>>40
 		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(),

@@ -50,6 +50,8 @@ class SessionOptions:
     """How many ranks a scheduler speaks for, from ``rank`` on. All of them hold the same pages."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """What else must agree for bytes to be reusable; part of the fingerprint."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """What operators may want to know of the client (about.py)."""
     remote: str = ""
     """Of a scheduler: host:port of the sidecar of another host that the session is with. The one in
     the directory carries it. Empty: the session is with that one."""
@@ -75,6 +77,7 @@ def greet(line: Line, options: SessionOptions, held: Sequence[int] = ()) -> None
         fields=dict(sorted(options.fields.items())),
         direct=int(options.role == "scheduler"),
         held=len(held),
+        about=dict(sorted(options.about.items())),
     )
     # A sidecar without room for us may have refused and closed already.
     with contextlib.suppress(BrokenPipeError):

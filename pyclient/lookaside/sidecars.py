@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lookaside import space, wire
+from lookaside import about, space, wire
 from lookaside.clearing import Clearing
 from lookaside.config import Config
 from lookaside.events import SessionFeed
@@ -69,6 +69,7 @@ class RankSidecars:
             )
             for rank in range(0, where.ranks, together)
         }
+        told_about = about.of_engine(config, vllm_config, kv_cache_config)
         self.sessions = [
             Session(
                 SessionOptions(
@@ -82,6 +83,7 @@ class RankSidecars:
                     pages_per_chunk=geometry.pages_per_chunk,
                     digest_bytes=geometry.digest_bytes,
                     fields=space.with_epoch(fields, config.weights_epoch),
+                    about=told_about,
                 ),
                 # The worker starts the sidecar, and logs what there is to log.
                 on_absent=(lambda: None) if config.autostart else None,
@@ -220,8 +222,10 @@ class RankSidecars:
         """
         self._clearing.void()
 
-    def report_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+    def report_prefilled(self, tokens: int, found: int, loaded: int, own: int) -> None:
         """Report to each sidecar, once however many ranks it has, what became of a request.
+
+        See contract.Sidecars.
 
         Never blocks; the report may be lost.
         """
@@ -230,7 +234,7 @@ class RankSidecars:
             where = session.options.where
             if where not in told and session.available:
                 told.add(where)
-                session.send(wire.Prefilled(tokens, found, loaded), session.session_id)
+                session.send(wire.Prefilled(tokens, found, loaded, own), session.session_id)
 
     def clear(self, timeout_s: float) -> bool:
         """Have what is void cleared; return whether every rank has cleared it in time.

@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-VERSION = 11
+VERSION = 12
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -146,7 +146,8 @@ class Hello(Message, frozen=True, tag=1):
     A scheduler's session is for ``ranks`` ranks from ``rank`` on, which share a space. A worker's
     is for one. With ``direct`` a scheduler asks for a direct socket to look up over. ``held``
     descriptors travel with a worker's: those of the memory that it still has from an earlier
-    session, for a sidecar that has lost it.
+    session, for a sidecar that has lost it. ``about`` has what an operator may want to know of the
+    client (about.py), in rising order of keys.
     """
 
     version: _U16
@@ -161,6 +162,7 @@ class Hello(Message, frozen=True, tag=1):
     fields: dict[str, str]
     direct: _Flag = 0
     held: Annotated[int, Meta(ge=0, le=MAX_HELD_FDS)] = 0
+    about: dict[str, str] = {}
 
 
 class Welcome(Message, frozen=True, tag=2):
@@ -373,11 +375,13 @@ class Prefilled(Message, frozen=True, tag=36):
     """Reports what became of a request, for the sidecar to count; there is no reply.
 
     ``tokens`` are those that vLLM's own cache did not have. Of them, ``found`` and ``loaded``.
+    ``own`` are the request's other tokens.
     """
 
     tokens: _U32
     found: _U32
     loaded: _U32
+    own: _U32
 
 
 class RegionAdded(Message, frozen=True, tag=40):

@@ -373,7 +373,8 @@ class ScriptedSidecars:
         self.lookups: list[ScriptedLookup] = []
         self.advices: list[Advised] = []
         self.reads_advice = True
-        self.prefilled: list[tuple[int, int, int]] = []  # of each request: tokens, found, loaded
+        # Of each request: tokens, found, loaded, own.
+        self.prefilled: list[tuple[int, int, int, int]] = []
         self.hold_answers = False
         self.voids = 0  # resets so far
         self.is_void = False  # one of them is not cleared yet
@@ -465,9 +466,9 @@ class ScriptedSidecars:
         named, self.named = self.named, None
         return named
 
-    def report_prefilled(self, tokens: int, found: int, loaded: int) -> None:
-        assert 0 <= found <= tokens and 0 <= loaded <= tokens
-        self.prefilled.append((tokens, found, loaded))
+    def report_prefilled(self, tokens: int, found: int, loaded: int, own: int) -> None:
+        assert 0 <= found <= tokens and 0 <= loaded <= tokens and own >= 0
+        self.prefilled.append((tokens, found, loaded, own))
 
     def clear(self, timeout_s: float) -> bool:
         assert timeout_s >= 0 and self.is_void

@@ -144,23 +144,23 @@ def test_sidecars_are_told_what_was_found_loaded_and_computed(stand):
     prompt = tokens(6 * BLOCK + 1)
     stand.add(prompt, max_tokens=1)
     stand.run()
-    assert told == [(6 * BLOCK + 1, 0, 0)]
+    assert told == [(6 * BLOCK + 1, 0, 0, 0)]
     stand.add(prompt)
     stand.run()
     # The lookup found all six pages. vLLM needed none of them.
-    assert stand.sidecars.lookups[-1].answer == 6 and told[1:] == [(1, 0, 0)]
+    assert stand.sidecars.lookups[-1].answer == 6 and told[1:] == [(1, 0, 0, 6 * BLOCK)]
     stand.forget_local()
     stand.add(prompt)
     stand.run()
-    assert told[2:] == [(6 * BLOCK + 1, 6 * BLOCK, 6 * BLOCK)]
+    assert told[2:] == [(6 * BLOCK + 1, 6 * BLOCK, 6 * BLOCK, 0)]
     stand.add(prompt + tokens(2 * BLOCK, seed=3))
     stand.run()
-    assert told[3:] == [(2 * BLOCK + 1, 0, 0)]
+    assert told[3:] == [(2 * BLOCK + 1, 0, 0, 6 * BLOCK)]
     stand.forget_local()
     stand.workers.fail_pages = lambda load: [0]
     stand.add(prompt)
     stand.run()
-    assert told[4:] == [(6 * BLOCK + 1, 6 * BLOCK, 0)]
+    assert told[4:] == [(6 * BLOCK + 1, 6 * BLOCK, 0, 0)]
     stand.check_idle()
 
 

@@ -249,14 +249,14 @@ def test_bytes_come_back(engine: Engine, sidecar: Sidecar) -> None:
 
 
 def test_the_sidecar_counts_what_it_is_told(engine: Engine, sidecar: Sidecar) -> None:
-    for told in ((1000, 0, 0), (700, 600, 512)):
+    for told in ((1000, 0, 0, 24), (700, 600, 512, 300)):
         engine.sidecars.report_prefilled(*told)
-    want = {"requests": 2, "asked": 1700, "found": 600, "loaded": 512, "computed": 1188}
+    want = {"requests": 2, "asked": 1700, "found": 600, "loaded": 512, "computed": 1188, "own": 324}
     until(lambda: sidecar.status()["counters"]["tokens"] == want)
     # One that cannot be told costs nothing.
     sidecar.kill()
     until(lambda: not engine.sidecars.available)
-    engine.sidecars.report_prefilled(1, 1, 1)
+    engine.sidecars.report_prefilled(1, 1, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ var collected = []struct {
 		"Requests that vLLM admitted. One that was preempted is admitted again.", nil},
 	{"lookaside_asked_tokens_total",
 		"Tokens of admitted requests that vLLM's own cache did not have.", nil},
+	{"lookaside_own_tokens_total",
+		"Tokens of admitted requests that vLLM's own cache had.", nil},
 	{"lookaside_found_tokens_total",
 		"Tokens of admitted requests that vLLM's own cache did not have and the sidecars of all ranks held.", nil},
 	{"lookaside_loaded_tokens_total",
@@ -430,6 +432,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	count("lookaside_lookup_pages_total", n.LookupPages)
 	count("lookaside_requests_total", n.Tokens.Requests)
 	count("lookaside_asked_tokens_total", n.Tokens.Asked)
+	count("lookaside_own_tokens_total", n.Tokens.Own)
 	count("lookaside_found_tokens_total", n.Tokens.Found)
 	count("lookaside_loaded_tokens_total", n.Tokens.Loaded)
 	count("lookaside_computed_tokens_total", n.Tokens.Computed)

@@ -69,6 +69,7 @@ func (r *rates) last(now time.Time, count connector.Counters) LastMinute {
 	tokens.Asked -= was.Tokens.Asked
 	tokens.Found -= was.Tokens.Found
 	tokens.Loaded -= was.Tokens.Loaded
+	tokens.Own -= was.Tokens.Own
 	tokens.Computed = tokens.Asked - min(tokens.Loaded, tokens.Asked)
 	return LastMinute{
 		Seconds: now.Sub(from.at).Seconds(), Tokens: tokens, LoadedRatio: tokens.LoadedRatio(),

@@ -129,11 +129,12 @@ class Sidecars(Protocol):
         """
         ...
 
-    def report_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+    def report_prefilled(self, tokens: int, found: int, loaded: int, own: int) -> None:
         """Report to the sidecars what became of an admitted request. Never blocks.
 
         tokens are those that vLLM's own cache did not have. found counts those of them that the
-        sidecars of all ranks had, loaded those that were loaded.
+        sidecars of all ranks had, loaded those that were loaded. own are the request's other
+        tokens.
         """
         ...
 

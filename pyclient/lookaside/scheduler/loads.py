@@ -34,6 +34,8 @@ class _Prefill:
     tokens: int
     found: int
     loaded: int
+    own: int
+    """The tokens of the request that it had."""
 
 
 def _parks_loads() -> bool:
@@ -75,11 +77,12 @@ class Loads:
         local = state.local_page * page
         held = asked.held if asked is not None and asked.held is not None else 0
         tokens = max(0, request.num_tokens - local)
+        own = request.num_tokens - tokens
         found = max(0, min(held * page - local, tokens))
         if to_load <= 0:
-            self._setup.sidecars.report_prefilled(tokens, found, 0)
+            self._setup.sidecars.report_prefilled(tokens, found, 0, own)
         else:
-            self.prefills[request.request_id] = _Prefill(tokens, found, min(to_load, tokens))
+            self.prefills[request.request_id] = _Prefill(tokens, found, min(to_load, tokens), own)
 
     def order(self, state: RequestState, tables: Sequence[list[int]], tokens: int) -> int:
         """Order a load of so many tokens into vLLM's blocks; return the page it ends at."""
@@ -174,7 +177,9 @@ class Loads:
 
     def _report_prefill(self, request_id: str) -> None:
         if (prefill := self.prefills.pop(request_id, None)) is not None:
-            self._setup.sidecars.report_prefilled(prefill.tokens, prefill.found, prefill.loaded)
+            self._setup.sidecars.report_prefilled(
+                prefill.tokens, prefill.found, prefill.loaded, prefill.own
+            )
 
     def must_wait(self, request_id: str) -> bool:
         """Report whether a request must wait for others whose load has ended.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lookaside import space
+from lookaside import about, space
 from lookaside.autostart import Autostart
 from lookaside.config import Config
 from lookaside.devices import make_copies
@@ -164,6 +164,7 @@ class WorkerConnector:
                 pages_per_chunk=geometry.pages_per_chunk,
                 digest_bytes=geometry.digest_bytes,
                 fields=space.with_epoch(self._fields, self._epoch),
+                about=about.of_engine(self._config, self._vllm_config, self._kv_cache_config),
             ),
             on_absent=autostart.ensure if autostart is not None else None,
             held=self.link.mappings.held,
