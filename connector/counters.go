@@ -6,6 +6,7 @@ import (
 
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/why"
 )
 
 // ErrorKind classifies errors for the counters.
@@ -77,6 +78,7 @@ type counters struct {
 	lingered       atomic.Uint64
 	froze          atomic.Uint64
 	advice         adviceCounters
+	misses         missCounters
 	refused        [refusals]atomic.Uint64
 	errors         [errorKinds]atomic.Uint64
 }
@@ -146,10 +148,12 @@ type Counters struct {
 	// sessions given up while their clients lived and held slots
 	Lingered uint64 `json:"lingered"`
 	// times that a session with slots froze
-	Froze   uint64            `json:"froze"`
-	Advice  AdviceCount       `json:"-"`
-	Refused map[string]uint64 `json:"refused"`
-	Errors  map[string]uint64 `json:"errors"`
+	Froze  uint64      `json:"froze"`
+	Advice AdviceCount `json:"-"`
+	// by the reason's name
+	Misses  map[string]why.Count `json:"-"`
+	Refused map[string]uint64    `json:"refused"`
+	Errors  map[string]uint64    `json:"errors"`
 }
 
 func (c *counters) snapshot() Counters {
@@ -176,6 +180,7 @@ func (c *counters) snapshot() Counters {
 		Lingered:       c.lingered.Load(),
 		Froze:          c.froze.Load(),
 		Advice:         c.advice.snapshot(),
+		Misses:         c.misses.snapshot(),
 		Refused:        make(map[string]uint64, refusals),
 		Errors:         make(map[string]uint64, errorKinds),
 	}

@@ -17,6 +17,7 @@ import (
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // HandleLookup implements ipc.Handler for one message of the native lookup socket. It returns the
@@ -103,6 +104,9 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 	who := s.cfg.Tenants.Find(m.Tenant)
 	s.cfg.Tenants.Asked(who, asked*g.PageTokens)
 	pages := 0
+	q := &s.native.query
+	q.Why = engine.Absence{}
+	q.Why.Reason = why.Late // unless the stack is asked
 	switch {
 	case len(m.Hashes)%g.DigestBytes != 0 || len(m.Prev) != 0 && len(m.Prev) != g.DigestBytes:
 		s.count.fail(KindMalformed)
@@ -118,7 +122,6 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 			pages = 0
 		}
 	default:
-		q := &s.native.query
 		*q = stack.Query{
 			Owner: ses.owner, Lookup: m.Lookup, Space: ses.space.id, FirstPage: int(m.FirstPage),
 			Prev: m.Prev, Hashes: m.Hashes[:asked*g.DigestBytes],
@@ -139,6 +142,7 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 	}
 	tokens := pages * g.PageTokens
 	s.countAnswer(who, pages, tokens, time.Since(start))
+	s.ended(ses.space, int(m.FirstPage), asked, pages, q.Why)
 	r := wire.LookupResult{Lookup: m.Lookup, HitPages: uint32(pages), HitTokens: uint32(tokens),
 		InMemory: pages > 0 && s.inMemory(ses.owner, m.Lookup)}
 	return m.Session, r.Append(reply)
@@ -183,6 +187,7 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 	}
 	tokens := a.Pages * ses.space.geometry.PageTokens
 	s.countAnswer(a.Tenant, a.Pages, tokens, a.Took)
+	s.ended(ses.space, a.First, a.Asked, a.Pages, a.Why)
 	m := wire.LookupResult{Lookup: a.Lookup, HitPages: uint32(a.Pages), HitTokens: uint32(tokens),
 		InMemory: a.Pages > 0 && s.inMemory(a.Owner, a.Lookup)}
 	s.lookups.Post(ses.id, m.Append(nil))
@@ -294,7 +299,7 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 		s.noteLookup(s.stack.Cancel(lmcacheOwner, lookup))
 		return 0, false
 	}
-	asked, pages := min(len(m.Offsets), s.cfg.MaxPages), 0
+	asked, pages, reason := min(len(m.Offsets), s.cfg.MaxPages), 0, why.NeverStored
 	m.Hashes, m.Offsets = m.Hashes[:asked*m.DigestBytes], m.Offsets[:asked]
 	s.cfg.Tenants.Asked(tenant.None, tokensOf(m.Offsets)) // its messages name nobody
 	s.count.lookups.Add(1)
@@ -308,8 +313,13 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 				return 0, false
 			}
 			pages = n
+			reason = s.native.query.Why.Reason
 		}
 	}
+	if pages >= asked {
+		reason = why.End
+	}
+	s.count.misses.add(reason, asked-pages)
 	tokens := tokensOf(m.Offsets[:pages])
 	s.countAnswer(tenant.None, pages, tokens, time.Since(start))
 	return uint32(tokens), true
@@ -364,6 +374,7 @@ func (s *Server) lmcacheAnswered(a stack.Answer) {
 	}
 	tokens := tokensOf(w.offsets[:min(a.Pages, len(w.offsets))])
 	s.countAnswer(tenant.None, a.Pages, tokens, a.Took)
+	s.count.misses.add(a.Why.Reason, a.Asked-a.Pages)
 	s.lookups.PostLMCache(w.id, w.multipart, uint32(tokens))
 }
 

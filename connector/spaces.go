@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 
 	"github.com/vmihailenco/msgpack/v5"
 
@@ -28,6 +29,8 @@ type space struct {
 	declared    *tiers.Space
 	hello       wire.Hello // what the first worker declared; the space owns its Fields
 	sessions    int        // workers and schedulers that are connected
+	// otherNames: another space has the same pages under other names. Without a lock.
+	otherNames atomic.Bool
 }
 
 // instanceKey names one rank of one vLLM instance.

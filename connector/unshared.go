@@ -99,7 +99,9 @@ func (s *Server) tellUnshared(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		for _, u := range s.Unshared() {
+		pairs := s.Unshared()
+		s.noteNames(pairs)
+		for _, u := range pairs {
 			text := unshared.Text(u.Causes)
 			if what := u.Ours.Short() + u.Theirs.Short() + text; !warned[what] &&
 				len(warned) < maxWarned {

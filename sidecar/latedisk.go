@@ -158,6 +158,7 @@ func (l *lateDisk) openIn(dirs []string) (*slab.Disk, error) {
 		Dirs: c.Paths, CapacityBytes: c.Capacity, SlabBytes: c.Slab, Policy: c.Eviction,
 		Workers: l.c.Workers, Direct: slab.Direct(c.Direct), Seed: connector.RandomID(), Log: l.log,
 		Tenants: l.who.registry, Shares: l.who.shares,
+		Gone: l.who.gone, GoneTier: l.who.tier,
 	})
 }
 

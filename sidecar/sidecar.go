@@ -28,6 +28,7 @@ import (
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // gcPercent is how far the Go heap may grow before a collection, unless GOGC is set. The heap is
@@ -65,6 +66,7 @@ type Daemon struct {
 
 	operations *admin.Operations // what operators may do
 	tenants    *tenant.Registry
+	gone       *why.Memory
 
 	// Handing over to another process: see handover.go.
 	handovers      *ipc.HandoverListener
@@ -260,7 +262,10 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 	if d.tenants, err = tenant.New(cfg.Tenants.Registry()); err != nil {
 		return fmt.Errorf("tenants: %w", err)
 	}
-	if d.tiers, err = openTiers(d.cfg, d.tenants, d.log); err != nil {
+	if d.gone, err = why.NewMemory(cfg.Lookup.Remember); err != nil {
+		return fmt.Errorf("lookup.remember: %w", err)
+	}
+	if d.tiers, err = openTiers(d.cfg, d.tenants, d.gone, d.log); err != nil {
 		return err
 	}
 	d.peers = newPeers(cfg, d.log.Named("peers"))
@@ -288,6 +293,7 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 		HintLimit:    cfg.Hints.RetainLimit,
 		Tenants:      d.tenants,
 		Shares:       cfg.Tenants.ArenaShares(),
+		Gone:         d.gone,
 	})
 	d.onDAX, _ = d.arena.(*arena.DAX)
 	return err
@@ -504,6 +510,7 @@ func (d *Daemon) close() error {
 	if d.arena != nil {
 		errs = append(errs, d.arena.Close())
 	}
+	errs = append(errs, d.gone.Close())
 	if given {
 		// Clients and their socket are the other process's.
 		return errors.Join(append(errs, d.control.Leave(), d.listener.Leave())...)

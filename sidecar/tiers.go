@@ -23,10 +23,11 @@ import (
 	"lookaside/tiers/stack"
 	"lookaside/tiers/tenant"
 	"lookaside/tiers/vfs"
+	"lookaside/tiers/why"
 )
 
 // openTiers opens the tiers of the settings, nearest first. After an error none is open.
-func openTiers(cfg settings.Config, tenants *tenant.Registry,
+func openTiers(cfg settings.Config, tenants *tenant.Registry, gone *why.Memory,
 	log *zap.Logger) (open []stack.TierConfig, err error) {
 	defer func() {
 		if err != nil {
@@ -36,7 +37,8 @@ func openTiers(cfg settings.Config, tenants *tenant.Registry,
 	}()
 	for i := range cfg.Tiers {
 		c := &cfg.Tiers[i]
-		t, err := openTier(c, tenantry{tenants, cfg.Tenants.TierShares()}, log.Named(c.Name))
+		t, err := openTier(c, tenantry{tenants, cfg.Tenants.TierShares(), gone,
+			uint8(i + 1)}, log.Named(c.Name))
 		if err != nil {
 			return open, fmt.Errorf("%s tier %q: %w", c.Kind, c.Name, err)
 		}
@@ -52,10 +54,13 @@ func openTiers(cfg settings.Config, tenants *tenant.Registry,
 	return open, nil
 }
 
-// tenantry is the tenants of a store, and how it is divided among them.
+// tenantry is the tenants of a store, how it is divided among them, and where it notes what it
+// drops, as which tier.
 type tenantry struct {
 	registry *tenant.Registry
 	shares   tenant.Shares
+	gone     *why.Memory
+	tier     uint8
 }
 
 func openTier(c *settings.TierConfig, who tenantry, log *zap.Logger) (tiers.Tier, error) {
@@ -63,6 +68,7 @@ func openTier(c *settings.TierConfig, who tenantry, log *zap.Logger) (tiers.Tier
 	case settings.TierDAX:
 		o := daxOptions(&c.DAX, log)
 		o.Tenants, o.Shares = who.registry, who.shares
+		o.Gone, o.GoneTier = who.gone, who.tier
 		return daxTier(daxtier.Open(o))
 	case settings.TierDisk:
 		return openDisk(c, who, log)

@@ -175,6 +175,12 @@ var collected = []struct {
 	{"lookaside_deferred_pages_total",
 		"Pages offered for storing that requests want stored from a later use on.", nil},
 	{"lookaside_pages", "Pages that lookups can find in the arena.", nil},
+	{"lookaside_prefix_ends_total",
+		"Lookups, by the reason for which the prefix ends where it does; end: all was found.",
+		[]string{"reason"}},
+	{"lookaside_miss_pages_total",
+		"Pages that lookups asked for and did not find, by the reason of the first page missed.",
+		[]string{"reason"}},
 	{"lookaside_evictions_total",
 		"Chunks that left the arena, by why: room (chosen by arena.eviction), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
 	{"lookaside_tenant_asked_tokens_total",
@@ -474,6 +480,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	count("lookaside_advice_total", h.Advice.Demote, "demote")
 	count("lookaside_advised_prefetch_pages_total", h.Advice.PrefetchedPages)
 	count("lookaside_deferred_pages_total", h.DeferredPages)
+	for reason, n := range st.Misses {
+		count("lookaside_prefix_ends_total", n.Ends, reason)
+		count("lookaside_miss_pages_total", n.Pages, reason)
+	}
 	for cause, v := range st.Evictions {
 		count("lookaside_evictions_total", v, cause)
 	}

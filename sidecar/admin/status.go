@@ -1,6 +1,7 @@
 package admin
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"os"
@@ -14,6 +15,7 @@ import (
 	"lookaside/internal/unshared"
 	"lookaside/ipc/hosts"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/why"
 )
 
 const (
@@ -53,8 +55,10 @@ type Status struct {
 	// Limited counts lookups and stores cut short by the share or the leases of their session.
 	Limited   uint64            `json:"limited"`
 	Evictions map[string]uint64 `json:"evictions"` // chunks, by cause
-	Spaces    []SpaceStatus     `json:"spaces"`
-	Tenants   []TenantStatus    `json:"tenants" doc:"Empty while no request has had a tenant's name and nobody has a share."`
+	// Misses counts where prefixes ended, by reason.
+	Misses  map[string]why.Count `json:"misses" doc:"Where the prefixes of lookups ended, by reason: end (no miss: all was found), never_stored, shed, evicted, expired, cleared, other_space, other_seed, late, engine_had, not_worth, lost."`
+	Spaces  []SpaceStatus        `json:"spaces"`
+	Tenants []TenantStatus       `json:"tenants" doc:"Empty while no request has had a tenant's name and nobody has a share."`
 	// Unshared lists pairs of spaces that differ by accident.
 	Unshared []UnsharedStatus          `json:"unshared"`
 	Sessions []connector.SessionStatus `json:"sessions"`
@@ -212,6 +216,7 @@ func (o *Operations) Status() Status {
 		Frozen:    c.Frozen, FrozenSlots: e.FrozenSlots,
 		Limited:  e.Limited,
 		Counters: c.Counters,
+		Misses:   c.Counters.Misses,
 	}
 	if c.Draining {
 		st.State = stateDraining
@@ -288,6 +293,7 @@ func (st Status) WriteTable(w io.Writer) error {
 	}
 	row("lookups", "%d for %d pages, of which they found %d; %d hold leases, %d wait for tiers",
 		n.Lookups, n.LookupPages, n.HitPages, st.Lookups.InFlight, st.Lookups.Waiting)
+	row("misses", "%s", misses(st.Misses))
 	if p := st.Promotions; len(st.Tiers) > 0 {
 		row("promotions", "%d chunks, %d under way, %d failed; %d pages came; %d lookups late, %d cut for computing is faster", p.Chunks, p.InFlight, p.Failed, p.Pages, st.Lookups.Late, st.Lookups.Cut)
 	}
@@ -384,6 +390,31 @@ func writeHosts(w io.Writer, st *HostsStatus) {
 		fmt.Fprintf(w, "other hosts\t%d sessions carried to them; %d attempts failed\n", out,
 			st.Failed)
 	}
+}
+
+// misses writes the pages that lookups did not find, by reason, the most frequent first.
+func misses(m map[string]why.Count) string {
+	type row struct {
+		name  string
+		pages uint64
+	}
+	var rows []row
+	for name, n := range m {
+		if n.Pages > 0 {
+			rows = append(rows, row{name, n.Pages})
+		}
+	}
+	if len(rows) == 0 {
+		return "none"
+	}
+	slices.SortFunc(rows, func(a, b row) int {
+		return cmp.Or(cmp.Compare(b.pages, a.pages), strings.Compare(a.name, b.name))
+	})
+	parts := make([]string, 0, len(rows))
+	for _, r := range rows {
+		parts = append(parts, fmt.Sprintf("%d pages %s", r.pages, r.name))
+	}
+	return strings.Join(parts, ", ")
 }
 
 // counts writes the counts that are not 0, sorted by name.

@@ -8,6 +8,7 @@ type LookupConfig struct {
 	Lease    time.Duration
 	Promote  string // auto, always or never
 	Deadline time.Duration
+	Remember int
 }
 
 var lookupSettings = []Setting{
@@ -32,6 +33,11 @@ var lookupSettings = []Setting{
 		Meaning: "The longest that a lookup waits for the tiers: then it is answered with what is in the arena. A lookup may ask for a shorter one.",
 		set: duration(time.Millisecond,
 			func(c *Config) *time.Duration { return &c.Lookup.Deadline }),
+	},
+	{
+		Key: "lookup.remember", Default: "262144", Unit: "pages",
+		Meaning: "How many pages that have gone lately the sidecar remembers, with the cause, to say why a lookup missed (lookaside why). Each takes 16 bytes. 0: none, and what was evicted counts as never stored.",
+		set:     whole(0, 1<<30, func(c *Config) *int { return &c.Lookup.Remember }),
 	},
 }
 

@@ -25,6 +25,7 @@ import (
 	"lookaside/tiers/daxtier/mapped"
 	"lookaside/tiers/slab"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // ErrDevice means that a device cannot be used as asked: it is missing, it is something else, or
@@ -55,7 +56,7 @@ type Options struct {
 	// AllowFiles lets regular files stand in for devices. A missing file is made with the given
 	// size.
 	AllowFiles bool
-	// SlabBytes, Policy, MaxSpaces, Seed, Tenants, Shares, RetryEvery and WatchEvery are as in
+	// SlabBytes, Policy, MaxSpaces, Seed, Tenants, Shares, Gone, RetryEvery, WatchEvery are as in
 	// slab.Options.
 	SlabBytes  int64
 	Policy     string
@@ -63,6 +64,8 @@ type Options struct {
 	Seed       uint64
 	Tenants    *tenant.Registry
 	Shares     tenant.Shares
+	Gone       *why.Memory
+	GoneTier   uint8
 	RetryEvery time.Duration
 	WatchEvery time.Duration
 	// LoadWorkers is the number of threads that copy for restores. MaxRegions is the number of
@@ -161,7 +164,7 @@ func Open(o Options) (_ *Pool, err error) {
 		MaxLoads: atMost(min(o.LoadWorkers, o.MaxRegions)), MaxStores: atMost(o.StoreWorkers),
 		Queue: queue, PieceBytes: pieceBytes, Direct: slab.DirectNever, MaxSpaces: o.MaxSpaces,
 		Seed: o.Seed, RetryEvery: o.RetryEvery, WatchEvery: o.WatchEvery, Log: o.Log,
-		Tenants: o.Tenants, Shares: o.Shares,
+		Tenants: o.Tenants, Shares: o.Shares, Gone: o.Gone, GoneTier: o.GoneTier,
 	})
 	if err != nil {
 		return nil, err

@@ -249,11 +249,12 @@ func (e *Engine) wake(tier int) {
 }
 
 // unqueue voids what is queued of a slot that leaves, and forgets what tiers have of it. What is
-// evicted without having been written is shed.
-func (e *Engine) unqueue(ref uint32, evicted bool) {
+// evicted without having been written is shed: if no tier has it, unqueue returns the tiers, as
+// bits, that it was meant for.
+func (e *Engine) unqueue(ref uint32, evicted bool) (shed uint8) {
 	t := e.route(ref)
 	if t == nil {
-		return
+		return 0
 	}
 	lost := t.whole | t.part
 	for left := lost; left != 0; left &= left - 1 {
@@ -265,7 +266,11 @@ func (e *Engine) unqueue(ref uint32, evicted bool) {
 			e.cascades.queues[bits.TrailingZeros8(left)].shed++
 		}
 	}
+	if t.held == 0 {
+		shed = lost &^ e.cascades.self
+	}
 	t.held, t.whole, t.part = 0, 0, 0
+	return shed
 }
 
 // grown notes that a slot has pages that no tier has.

@@ -8,6 +8,7 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // defaultPromotingShare leaves half of the slots to stores, however much lookups load from tiers.
@@ -77,6 +78,11 @@ type Config struct {
 	// slots that stand for what peers lend are in no piece. Default: none.
 	OnCarve   func(p Piece)
 	OnUncarve func(piece uint32)
+	// Gone remembers why pages have left the index, and by what: see Why. Engines may share it.
+	// GoneTier is what it calls this engine: 0 is the arena, i+1 the i-th tier below it. Default:
+	// nothing is remembered.
+	Gone     *why.Memory
+	GoneTier uint8
 	// Keep makes the engine queue new chunks for NextUnkept. A chunk takes 8 bytes while it waits.
 	Keep bool
 	// Tiers are the tiers below the arena, nearest first, at most MaxTiers. Default: none; nothing

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"lookaside/tiers"
+	"lookaside/tiers/why"
 )
 
 // probeSlice is how many chunks are looked for while the lock is held.
@@ -72,7 +73,7 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 	for i := range w.chunks {
 		for page := w.start(i); page <= w.last(i); page++ {
 			if ref := e.flying(s, w.hash(page)); ref != 0 {
-				e.doom(ref)
+				e.doom(ref, why.Cleared)
 			}
 		}
 		// What holds a page of a chunk holds those before it.
@@ -82,7 +83,7 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 				break
 			}
 			ref, _ := e.slotOf(rec)
-			e.doom(ref)
+			e.doom(ref, why.Cleared)
 			chunks++
 			if left--; left == 0 {
 				left = clearSlice
@@ -113,7 +114,7 @@ func (e *Engine) dropLent(s *space, w *walk) {
 		pos := start % w.ppc
 		if pos < int(max(sl.pages, sl.granted)) &&
 			equal(r.digest(ref&recordMask, pos), w.hash(start)) {
-			e.doom(ref)
+			e.doom(ref, why.Cleared)
 		}
 	})
 }

@@ -8,6 +8,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
+	"lookaside/tiers/why"
 )
 
 // maxPage bounds page indices, so that no arithmetic on them wraps.
@@ -57,6 +58,7 @@ type Engine struct {
 	scratch scratch
 
 	newPolicy func(foreign bool) policy.Policy
+	taker     why.By     // who the room is for that is being made
 	tagMask   uint32     // ^0; tests clear bits to make digests collide
 	debug     debugState // of a debug build
 }
@@ -84,6 +86,7 @@ func New(cfg Config) (*Engine, error) {
 			marks: make([]uint64, cfg.MaxPages/64+1),
 		},
 	}
+	e.taker.Tier = cfg.GoneTier
 	e.leases.endSlice = endSlice
 	e.hints.uses.limit = usesKept
 	e.tenants.registry = cfg.Tenants

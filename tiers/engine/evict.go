@@ -3,6 +3,7 @@ package engine
 import (
 	"lookaside/internal/invariants"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // Eviction: who hands out slots. A free one is taken, or the policy of the class names a victim.
@@ -110,15 +111,20 @@ func (e *Engine) expel(ref uint32) {
 		e.stats.EvictedPages += uint64(s.pages)
 		e.row(r.tenants[ref&recordMask]).evicted++
 	}
-	e.leave(ref, true)
+	e.leave(ref, why.Evicted)
 	e.release(ref)
 }
 
 // alloc takes a free slot for a tenant, and evicts one if it must. 0: there is none.
 func (e *Engine) alloc(s *space, who tenant.ID, chunk, pages int) uint32 {
 	c := s.class
-	if c.free == 0 && !e.evict(c, who) {
-		return 0
+	if c.free == 0 {
+		e.taker = why.By{Space: s.mark, Tenant: who, Tier: e.cfg.GoneTier}
+		evicted := e.evict(c, who)
+		e.taker = why.By{Tier: e.cfg.GoneTier}
+		if !evicted {
+			return 0
+		}
 	}
 	if e.cfg.FixedRegions { // each may be on a device of its own
 		c.turn++

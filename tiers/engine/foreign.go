@@ -6,6 +6,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // Foreign slots: what peers lend, read where it lies. They are those of a region without memory,
@@ -187,7 +188,7 @@ func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool 
 	s.pages = uint16(pages)
 	if first != 0 && pages < r.ppc { // one that is not in use adds nothing
 		if other, _ := e.slotOf(first); r.slots[other&recordMask].idle() {
-			e.leave(other, false)
+			e.leave(other, why.End)
 			e.release(other)
 		}
 	}
@@ -324,7 +325,7 @@ func (e *Engine) foundBad(r *region, ref uint32) {
 	if p := &r.places[ref&recordMask]; p.handle != 0 && !p.bad {
 		p.bad = true
 		e.stats.ForeignBad++
-		e.doom(ref)
+		e.doom(ref, why.End)
 	}
 }
 
@@ -337,7 +338,7 @@ func (e *Engine) DropPeer(peer uint64) {
 	e.eachForeign(func(r *region, ref uint32, s *slot) {
 		if p := &r.places[ref&recordMask]; s.state == ready && p.handle != 0 && (peer == 0 ||
 			p.peer == peer) {
-			e.doom(ref)
+			e.doom(ref, why.End)
 		}
 	})
 }
@@ -359,7 +360,7 @@ func (e *Engine) SweepForeign() {
 		case !s.idle():
 			s.stamp = e.tick
 		case s.stamp <= before:
-			e.doom(ref)
+			e.doom(ref, why.End)
 		}
 	})
 }

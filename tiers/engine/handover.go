@@ -9,6 +9,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // Handover: the engine of another process goes on with what this one's owners and operators hold.
@@ -378,7 +379,7 @@ func (e *Engine) block(sp *space, ref uint32, chunk int) bool {
 			return false
 		}
 		if s.state == ready {
-			e.doom(ref)
+			e.doom(ref, why.Cleared)
 		}
 		if s.state == ready { // it is in use
 			return s.space == sp.id && int(s.chunk) == chunk

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"lookaside/tiers"
+	"lookaside/tiers/why"
 )
 
 // Lending: what another sidecar may ask of this arena. A loan is a lease without a deadline on what
@@ -187,7 +188,7 @@ func (e *Engine) giveBack(x *lease, i int, bad bool) {
 	}
 	if _, s := e.slot(ref); bad && !s.doomed() {
 		e.stats.Bad++
-		e.doom(ref)
+		e.doom(ref, why.Lost)
 	}
 	e.freeSlots(x, x.slots[i:i+1])
 	x.slots[i] = 0

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"lookaside/tiers"
+	"lookaside/tiers/why"
 )
 
 // Extent is pages that lie one after another in a region.
@@ -161,7 +162,7 @@ func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {
 			e.foundBad(r, x.slots[i])
 		} else if !s.doomed() {
 			e.stats.Bad++
-			e.doom(x.slots[i])
+			e.doom(x.slots[i], why.Lost)
 		}
 	}
 	e.endLease(x)

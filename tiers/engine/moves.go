@@ -5,6 +5,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // Move is a chunk to copy from one slot to another. Until EndMove its bytes do not change, and
@@ -158,7 +159,7 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 			if s.unverified() {
 				e.stats.VerifyFailed++
 			}
-			e.doom(from)
+			e.doom(from, why.Lost)
 		}
 		e.endLease(x)
 		return false

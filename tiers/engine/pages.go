@@ -3,6 +3,8 @@ package engine
 import (
 	"encoding/binary"
 	"slices"
+
+	"lookaside/tiers/why"
 )
 
 // Pages: the records of what slots hold, and how a page is found. Each page of a slot has a record;
@@ -82,7 +84,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 			unnoted = pos + 1
 		}
 		if !e.at(head, int(s.chunk)*r.ppc+pos) {
-			e.retract(ref, from)
+			e.retract(ref, from, why.End, why.By{})
 			return false
 		}
 		e.linkAfter(head, rec)
@@ -95,7 +97,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 			_, o := e.slot(other)
 			if int(o.pages) == pos+1 && o.idle() && pos+1 < r.ppc {
 				e.stats.Replaced++
-				e.leave(other, false)
+				e.leave(other, why.End)
 				e.release(other)
 			}
 		}
@@ -117,13 +119,16 @@ func (e *Engine) linkAfter(head, rec uint32) {
 }
 
 // retract takes a slot's pages from page from on out of the index. Where another slot has the page
-// too, that slot takes its place.
-func (e *Engine) retract(ref uint32, from int) {
+// too, that slot takes its place. Of the other pages it is remembered why they are gone, and by
+// what.
+func (e *Engine) retract(ref uint32, from int, reason why.Reason, by why.By) {
 	r, s := e.slot(ref)
 	sp := e.spaces[s.space]
 	var tags [tagGroup]uint32
 	noted := e.journal.on
 	unnoted := from
+	var gone [tagGroup]uint64 // keys of pages that are not remembered yet
+	n, remember := 0, reason != why.End && e.cfg.Gone != nil
 	for pos := from; pos < int(s.pages); pos++ {
 		i := (pos - from) % tagGroup
 		if i == 0 {
@@ -131,6 +136,13 @@ func (e *Engine) retract(ref uint32, from int) {
 		}
 		if e.unlink(tags[i], r, ref, pos) {
 			sp.pages--
+			if remember {
+				gone[n] = why.Key(sp.goneSalt, r.digest(ref&recordMask, pos))
+				if n++; n == len(gone) {
+					e.cfg.Gone.Note(gone[:], reason, by)
+					n = 0
+				}
+			}
 		} else if noted {
 			e.note(PagesRemoved, ref, unnoted, pos)
 			unnoted = pos + 1
@@ -139,6 +151,7 @@ func (e *Engine) retract(ref uint32, from int) {
 	if noted {
 		e.note(PagesRemoved, ref, unnoted, int(s.pages))
 	}
+	e.cfg.Gone.Note(gone[:n], reason, by)
 	s.pages = uint16(from)
 }
 

@@ -1,5 +1,7 @@
 package engine
 
+import "lookaside/tiers/why"
+
 // Patrol finds out, while the arena is in use, that bytes in it have changed. Its driver reads the
 // chunks that are held, again and again, and compares their checksums, which it has from when they
 // were kept (keep.go). Nothing is leased: a chunk may leave at any moment. Then what was read of it
@@ -59,6 +61,6 @@ func (e *Engine) DropRotten(handle uint64, faulty bool) bool {
 	}
 	e.stats.Bad++
 	e.stats.Rotten++
-	e.doom(ref)
+	e.doom(ref, why.Lost)
 	return true
 }

@@ -7,6 +7,7 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // Regions: the memory of the arena by number, and the classes of regions that are carved alike.
@@ -326,7 +327,7 @@ func (e *Engine) doomAll(id uint32, r *region) error {
 	a, mem := r.area, r.mem
 	for i := 0; i < r.fresh; i++ {
 		if r.slots[i].state != free {
-			e.doom(r.num<<recordBits | uint32(i))
+			e.doom(r.num<<recordBits|uint32(i), why.Evicted)
 		}
 		if i%clearSlice == clearSlice-1 {
 			if !e.pause() {

@@ -3,8 +3,10 @@ package engine
 import (
 	"encoding/binary"
 	"fmt"
+	"math/bits"
 
 	"lookaside/internal/invariants"
+	"lookaside/tiers/why"
 )
 
 type state uint8
@@ -239,7 +241,7 @@ func (e *Engine) settle(ref uint32) {
 	case s.doomed():
 		e.release(ref)
 	case r.foreign && s.flags&moved != 0:
-		e.leave(ref, false)
+		e.leave(ref, why.End)
 		e.release(ref)
 	case e.superfluous(r, s, ref):
 		if !r.foreign {
@@ -249,25 +251,30 @@ func (e *Engine) settle(ref uint32) {
 		if s.flags&cold != 0 {
 			e.cool(r, ref) // as thaw expects
 		}
-		e.leave(ref, false)
+		e.leave(ref, why.End)
 		e.release(ref)
 	case s.children == 0:
 		e.offer(ref)
 	}
 }
 
-// leave takes a ready slot out of the index, out of its prefix and out of the order of eviction;
-// evicted: to make room.
-func (e *Engine) leave(ref uint32, evicted bool) {
+// leave takes a ready slot out of the index, out of its prefix and out of the order of eviction.
+// The reason is remembered of the pages that no other slot has; why.End: there are none, or it does
+// not matter.
+func (e *Engine) leave(ref uint32, reason why.Reason) {
 	r, s := e.slot(ref)
-	e.unqueue(ref, evicted)
+	evicted := reason == why.Evicted
+	by := e.taker
+	if shed := e.unqueue(ref, evicted); shed != 0 && evicted && e.cfg.GoneTier == 0 {
+		reason, by.Tier = why.Shed, uint8(bits.TrailingZeros8(shed))+1
+	}
 	if s.flags&cold != 0 {
 		e.thaw(ref)
 	}
 	if r.foreign {
 		e.retractLent(r, ref)
 	} else {
-		e.retract(ref, 0)
+		e.retract(ref, 0, reason, by)
 	}
 	e.vouch(s)
 	if parent := e.heldParent(ref); parent != 0 {
@@ -288,9 +295,9 @@ func (e *Engine) gone(ref uint32) {
 	}
 }
 
-// doom drops what a slot holds. It leaves the index now, and becomes free now or after its last
-// use.
-func (e *Engine) doom(ref uint32) {
+// doom drops what a slot holds, for a reason. It leaves the index now, and becomes free now or
+// after its last use.
+func (e *Engine) doom(ref uint32, reason why.Reason) {
 	_, s := e.slot(ref)
 	if s.doomed() {
 		return
@@ -302,7 +309,7 @@ func (e *Engine) doom(ref uint32) {
 		s.flags |= doomed
 		return
 	}
-	e.leave(ref, false)
+	e.leave(ref, reason)
 	if s.idle() {
 		e.release(ref)
 	}

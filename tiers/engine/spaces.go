@@ -6,6 +6,7 @@ import (
 	"math/bits"
 
 	"lookaside/tiers"
+	"lookaside/tiers/why"
 )
 
 // Spaces: whose pages are alike. A space has an id, a geometry, and a salt by which the digests of
@@ -15,19 +16,22 @@ import (
 type SpaceID uint16
 
 type space struct {
-	id      uint16
-	print   tiers.Fingerprint
-	g       tiers.Geometry
-	class   *class
-	salt    uint64
-	tagMask uint32
-	owners  int
-	chunks  int    // slots that are not free
-	staged  int    // named by Restore, until EndRestore
-	pages   int    // indexed
-	clears  int    // ClearSpace calls under way
-	serial  uint32 // by which the journal knows it
-	pinner  owner  // of its pins; in no map
+	id    uint16
+	print tiers.Fingerprint
+	g     tiers.Geometry
+	class *class
+	salt  uint64
+	// the salt and the mark by which Config.Gone knows its pages and it
+	goneSalt uint64
+	mark     uint16
+	tagMask  uint32
+	owners   int
+	chunks   int    // slots that are not free
+	staged   int    // named by Restore, until EndRestore
+	pages    int    // indexed
+	clears   int    // ClearSpace calls under way
+	serial   uint32 // by which the journal knows it
+	pinner   owner  // of its pins; in no map
 	// what peers lent of it, with a salt and a class of its own, and the same id; nil: nothing can
 	// be
 	shadow *space
@@ -157,7 +161,7 @@ func (e *Engine) openSpace(fp tiers.Fingerprint, g tiers.Geometry) (*space, erro
 	}
 	e.dropClasses()
 	s := &space{id: uint16(id), print: fp, g: g, class: e.classOf(g), tagMask: e.tagMask,
-		salt: e.cfg.Seed ^ 0x6C6F6F6B61736964}
+		salt: e.cfg.Seed ^ 0x6C6F6F6B61736964, goneSalt: why.Salt(fp), mark: why.Mark(fp)}
 	s.pinner.all.owned, s.pinner.space, s.pinner.own = true, s, true
 	for i := range 4 {
 		var w uint64
@@ -274,7 +278,7 @@ func (e *Engine) clearSpace(s *space) (chunks int) {
 				if sl.state == ready && !r.foreign {
 					chunks++
 				}
-				e.doom(r.num<<recordBits | uint32(i))
+				e.doom(r.num<<recordBits|uint32(i), why.Cleared)
 			}
 		}
 	}

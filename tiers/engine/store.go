@@ -6,6 +6,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/why"
 )
 
 // StoreResult is what PrepareStore found.
@@ -227,6 +228,8 @@ func (p *storer) postpone(i int, refs []uint32) {
 
 // shed counts the pages of the share from chunk i on for which there is no room.
 func (p *storer) shed(i int) {
+	p.e.noteShed(p.ow.space, &p.w, i, why.By{Space: p.ow.space.mark, Tenant: p.how.Tenant,
+		Tier: p.e.cfg.GoneTier})
 	for ; i < p.w.chunks; i++ {
 		if p.how.has(p.w.chunk + i) {
 			p.res.Shed += p.w.last(i) - p.w.start(i) + 1
@@ -454,6 +457,9 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 		return
 	}
 	if !ok || s.doomed() {
+		if !ok {
+			e.noteUnfilled(r, ref, 0, int(s.granted))
+		}
 		e.release(ref)
 		return
 	}
@@ -566,6 +572,8 @@ func (e *Engine) finishExtension(ref uint32, ok bool, h *Hints) {
 		e.grown(ref)
 		e.came(ref)
 		e.follow(ref, r.tenants[ref&recordMask], h)
+	} else if !ok {
+		e.noteUnfilled(r, ref, from, to)
 	}
 	if s.idle() {
 		r.unlease()

@@ -1,6 +1,10 @@
 package engine
 
-import "lookaside/tiers/tenant"
+import (
+	"lookaside/tiers/tenant"
+
+	"lookaside/tiers/why"
+)
 
 // Verification is a chunk whose bytes are to be read as they are: to check them, as those of a
 // restored one, or to make their checksums.
@@ -137,7 +141,7 @@ func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 	}
 	e.stats.Bad++
 	e.stats.VerifyFailed++
-	e.doom(ref)
+	e.doom(ref, why.Lost)
 	return true
 }
 

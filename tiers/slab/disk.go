@@ -59,6 +59,7 @@ import (
 	"lookaside/tiers/engine"
 	"lookaside/tiers/tenant"
 	"lookaside/tiers/vfs"
+	"lookaside/tiers/why"
 )
 
 // Direct says whether the page cache is bypassed.
@@ -110,6 +111,9 @@ type Options struct {
 	// engine.Config. Default: there are none.
 	Tenants *tenant.Registry
 	Shares  tenant.Shares
+	// Gone remembers what is dropped, as GoneTier; see engine.Config. Default: nothing does.
+	Gone     *why.Memory
+	GoneTier uint8
 	// RetryEvery is the delay before the first attempt to bring a given-up slab back. Default 1 s.
 	RetryEvery time.Duration
 	// WatchEvery is how often the store checks that its files were not removed. Default 10 s.

@@ -53,7 +53,7 @@ func open(o Options, arena *Arena) (_ *Disk, err error) {
 		Seed: o.Seed, MaxSpaces: o.MaxSpaces, MaxOwners: o.MaxSpaces, MaxPages: maxPages,
 		OwnerShare: 1, ArenaLimitBytes: o.CapacityBytes,
 		FixedRegions: true, NoExtend: true, OnGone: d.onGone, Policy: o.Policy,
-		Tenants: o.Tenants, Shares: o.Shares,
+		Tenants: o.Tenants, Shares: o.Shares, Gone: o.Gone, GoneTier: o.GoneTier,
 		// see NextVictims; nobody need call it
 		Tiers: []engine.TierAdmission{{Admit: engine.AdmitEvicted}}, Wake: d.wakeVictims,
 	}

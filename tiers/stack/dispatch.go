@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"lookaside/tiers/engine"
+	"lookaside/tiers/why"
 )
 
 const (
@@ -66,6 +67,7 @@ func (s *Stack) settleLate(now time.Time) time.Duration {
 			continue
 		}
 		s.count.late.Add(1)
+		s.deadlines[0].state.cause = why.Late
 		s.settle(s.deadlines[0])
 	}
 	if len(s.deadlines) > 0 {

@@ -10,6 +10,7 @@ import (
 	"lookaside/dax"
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/why"
 )
 
 // loadState is how far a load has come. A queued load may go back to queued from running, when its
@@ -36,7 +37,8 @@ type load struct {
 
 	// These are guarded by Stack.mu.
 	state   loadState
-	tried   uint8    // tiers that failed to give it
+	tried   uint8 // tiers that failed to give it
+	cause   why.Reason
 	tier    *tier    // that it waits for, or is read from
 	waiters []waiter // the requests that wait for it
 	one     [1]waiter
@@ -106,6 +108,11 @@ func (s *Stack) endLoad(l *load, ok, short bool) {
 	waiters := l.waiters
 	l.waiters = nil
 	for _, w := range waiters {
+		if ok {
+			w.r.state.came.add(l)
+		} else if l.cause != why.End {
+			w.r.state.cause = l.cause
+		}
 		w.r.state.unlent = w.r.state.unlent || l.foreign && (!ok || short)
 		s.arrived(w.r, w.chunk, ok, short)
 	}
@@ -193,6 +200,15 @@ func (s *Stack) loaded(t *tier, l *load, err error) {
 	defer s.unlockAndWake()
 	t.ahead.Add(-int64(len(l.transfer.Bytes)))
 	l.tried |= 1 << t.index
+	switch {
+	case err == nil:
+	case errors.Is(err, tiers.ErrNotFound):
+		l.cause = why.NeverStored // as far as this tier goes: ask what is remembered
+	case errors.Is(err, errLate):
+		l.cause = why.Late
+	default:
+		l.cause = why.Lost
+	}
 	if err != nil && len(l.waiters) > 0 && !s.closed {
 		s.sendLoad(l)
 		return

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // Lookup leases the pages from q.FirstPage on that the arena holds, as engine.Engine.Lookup does.
@@ -27,8 +28,13 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	pages, err = s.engine.Lookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes)
 	s.callers.Add(-1)
 	s.Sweep()
-	if err != nil || sp == nil || use.none() || pages >= len(q.Hashes)/sp.Geometry.DigestBytes {
+	q.Why = engine.Absence{}
+	if err != nil || sp == nil || pages >= len(q.Hashes)/sp.Geometry.DigestBytes {
 		return pages, true, err
+	}
+	if use.none() {
+		q.Why = s.whyOf(q, sp.Geometry.DigestBytes, pages)
+		return pages, true, nil
 	}
 	r := s.newRequest(newQuestion(q, sp, a, use))
 	pages, done = s.lookupBelow(r, q, pages)
@@ -80,10 +86,12 @@ func (s *Stack) lookupBelow(r *request, q *Query, hit int) (pages int, done bool
 	begun := more && s.begin(r, next, q, &res)
 	if res.held {
 		if n, settled := res.close(r, begun); settled {
+			q.Why = r.state.absence
 			return n, true
 		}
 	}
 	if !begun {
+		q.Why = s.why(r, hit)
 		s.dismiss(r)
 	}
 	return hit, !begun

@@ -36,6 +36,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	s.mu.Lock()
 	s.unwant(r)
 	s.advance(r, loading)
+	r.state.began = time.Now()
 	r.state.loads, r.state.from, r.state.want, r.state.left = all, skip, skip+len(out), 0
 	s.attach(r, skip, out, loads, b)
 	s.startLoads(all, out, mine, b)

@@ -26,9 +26,17 @@ type Asker interface {
 type Answer struct {
 	Owner  engine.Owner
 	Lookup uint64
+	First  int // the query's first page
+	Asked  int // how many it asked for
 	Pages  int // leased, from the lookup's first on
 	Took   time.Duration
 	Tenant tenant.ID // the query's
+	// Why is why the lookup ends after Pages.
+	Why engine.Absence
+	// From says where the pages lay. Began is when their loads began, from the lookup's beginning
+	// on; 0 if there were none.
+	From  Sources
+	Began time.Duration
 }
 
 // Query is a lookup.
@@ -52,6 +60,10 @@ type Query struct {
 	// Ticks promises that the caller calls Tick within TickWithin if the lookup is not done at
 	// once. Then no goroutine is woken for the lookup, which would slow its caller down.
 	Ticks bool
+
+	// Why is why the lookup ends after its pages. Lookup sets it if the lookup is done when it
+	// returns.
+	Why engine.Absence
 
 	// always overrides Config.Promote and Config.LookupDeadline.
 	always bool

@@ -6,6 +6,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/why"
 )
 
 // request is a lookup that the arena alone cannot complete. The question does not change. The
@@ -18,6 +19,8 @@ type request struct {
 	plan  plan
 	check checklist
 	state progress
+
+	planned bool // the plan is this question's; belongs to the owner of the phase
 }
 
 // progress is how far a request has come. Guarded by Stack.mu.
@@ -42,9 +45,15 @@ type progress struct {
 	// inline: the caller of Lookup waits for the answer, which goes to settled, not to the asker.
 	inline  bool
 	settled int // pages; -1: not yet
+	absence engine.Absence
 
 	unverified int64 // bytes of its checklist that are not verified
 	unlent     bool  // peers lent less than they hinted
+	// What the answer tells beside the pages: why a load failed or was not in time (why.End: none),
+	// where pages came from, and when the first load began.
+	cause why.Reason
+	came  Sources
+	began time.Time
 
 	// loads are by chunk of the survey's rest; nil: it has arrived, or is not wanted. Chunks
 	// [from, want) are wanted, and left of them have not arrived.
@@ -92,7 +101,7 @@ func (s *Stack) newRequest(q question) *request {
 	if r == nil {
 		r = new(request)
 	}
-	r.question, r.check.list, r.seen.peers = q, nil, q.use.peers
+	r.question, r.check.list, r.seen.peers, r.planned = q, nil, q.use.peers, false
 	return r
 }
 
@@ -182,11 +191,16 @@ func (s *Stack) settle(r *request) {
 		pages = r.base() + n - r.first
 	}
 	if r.state.inline {
-		r.state.settled = pages
+		r.state.settled, r.state.absence = pages, s.why(r, pages)
 		return
 	}
-	s.outbox = append(s.outbox, message{asker: r.asker, answer: Answer{Owner: r.owner,
-		Lookup: r.lookup, Pages: pages, Took: time.Since(r.state.since), Tenant: r.tenant}})
+	a := Answer{Owner: r.owner, Lookup: r.lookup, First: r.first, Asked: r.asked, Pages: pages,
+		Took: time.Since(r.state.since), Tenant: r.tenant, Why: s.why(r, pages),
+		From: r.state.came.of(pages)}
+	if !r.state.began.IsZero() {
+		a.Began = r.state.began.Sub(r.state.since)
+	}
+	s.outbox = append(s.outbox, message{asker: r.asker, answer: a})
 }
 
 // arrived records that a chunk that a request waits for has arrived (ok) or will not arrive. short:

@@ -137,6 +137,7 @@ func (s *Stack) makePlan(r *request) {
 		}
 	}
 	r.plan.make(&r.question, &r.seen, &t, s)
+	r.planned = true
 	if r.plan.cut {
 		s.count.cut.Add(1)
 		s.probeTier(r)

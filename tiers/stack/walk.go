@@ -7,6 +7,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/why"
 )
 
 // This file walks long lookups. Lookup walks the first part of a long lookup on its caller's
@@ -95,6 +96,10 @@ func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, use sources) (pag
 		q.Hashes[:first*g.DigestBytes])
 	s.callers.Add(-1)
 	s.Sweep()
+	q.Why = engine.Absence{}
+	if err == nil && pages < first && use.none() {
+		q.Why = s.whyOf(q, g.DigestBytes, pages)
+	}
 	if err != nil || pages < first && use.none() {
 		return pages, true, err
 	}
@@ -104,6 +109,7 @@ func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, use sources) (pag
 	mine := s.walks.of(q.Owner)
 	if s.full(size) || mine != nil && mine.bytes+size > s.cfg.MaxPendingBytes/walkShare {
 		s.count.refused.Add(1)
+		q.Why.Reason = why.Late
 		return pages, true, nil
 	}
 	r := &request{question: newQuestion(q, sp, a, use), walk: walk{handle, pages < first}}

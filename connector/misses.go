@@ -1,0 +1,58 @@
+package connector
+
+import (
+	"slices"
+	"sync/atomic"
+
+	"lookaside/internal/unshared"
+	"lookaside/tiers/engine"
+	"lookaside/tiers/why"
+)
+
+// missCounters count where prefixes end, by reason. Any goroutine may use them.
+type missCounters [why.Reasons]struct{ ends, pages atomic.Uint64 }
+
+// add counts a prefix that ended for a reason, before so many pages that were asked for.
+func (c *missCounters) add(r why.Reason, pages int) {
+	c[r].ends.Add(1)
+	if pages > 0 {
+		c[r].pages.Add(uint64(pages))
+	}
+}
+
+// snapshot returns the counts by the reasons' names. All names are there.
+func (c *missCounters) snapshot() map[string]why.Count {
+	out := make(map[string]why.Count, len(c))
+	for r := range c {
+		out[why.Reason(r).String()] = why.Count{Ends: c[r].ends.Load(), Pages: c[r].pages.Load()}
+	}
+	return out
+}
+
+// ended counts the end of a lookup of a space that asked for pages from first on, and found so
+// many. It returns why, which may say more than the stack knew.
+func (s *Server) ended(sp *space, first, asked, pages int, a engine.Absence) engine.Absence {
+	if pages >= asked {
+		a = engine.Absence{}
+	} else if a.Reason == why.NeverStored && first+pages == 0 && sp.otherNames.Load() {
+		a.Reason = why.OtherSeed
+	}
+	s.count.misses.add(a.Reason, asked-pages)
+	return a
+}
+
+// naming are the fields of a space that decide only how prefixes are named.
+var naming = []string{"none_hash", "hash", "hash_keys"}
+
+// noteNames records for each space whether another one with pages differs from it only in how it
+// names prefixes. What is stored there may be what a lookup misses here.
+func (s *Server) noteNames(pairs []Unshared) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, sp := range s.spaces {
+		sp.otherNames.Store(slices.ContainsFunc(pairs, func(u Unshared) bool {
+			return u.Ours == sp.fingerprint && !slices.ContainsFunc(u.Causes,
+				func(c unshared.Cause) bool { return !slices.Contains(naming, c.Field) })
+		}))
+	}
+}
