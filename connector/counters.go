@@ -3,6 +3,7 @@ package connector
 import (
 	"errors"
 	"sync/atomic"
+	"time"
 
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
@@ -63,6 +64,10 @@ type counters struct {
 	foundTokens    atomic.Uint64
 	loadedTokens   atomic.Uint64
 	ownTokens      atomic.Uint64
+	unpricedTokens atomic.Uint64
+	computeMicros  atomic.Uint64
+	lookupNanos    atomic.Int64
+	loadNanos      atomic.Int64
 	promised       atomic.Uint64
 	stores         atomic.Uint64
 	storedPages    atomic.Uint64
@@ -85,13 +90,42 @@ type counters struct {
 
 func (c *counters) fail(k ErrorKind) { c.errors[k].Add(1) }
 
-// prefilled counts one admitted request.
-func (c *counters) prefilled(m *wire.Prefilled) {
+// prefilled counts one admitted request. perToken is what computing a token takes; 0: not known.
+func (c *counters) prefilled(m *wire.Prefilled, perToken float64) {
 	c.requests.Add(1)
 	c.askedTokens.Add(uint64(m.Tokens))
 	c.foundTokens.Add(uint64(m.Found))
 	c.loadedTokens.Add(uint64(m.Loaded))
 	c.ownTokens.Add(uint64(m.Own))
+	if perToken == 0 {
+		c.unpricedTokens.Add(uint64(m.Loaded))
+	}
+	c.computeMicros.Add(uint64(perToken * float64(m.Loaded) * 1e6))
+}
+
+// SavedTime estimates how much sooner requests got their first token, in seconds.
+type SavedTime struct {
+	TTFTS          float64 `json:"ttft_s" doc:"Estimate of the time to first token saved: compute_s less lookup_s and load_s. Below 0 where lookups and loads took longer than computing would have. It does not know of the engine's steps that a load waits for, nor of what a request gains because others compute less."`
+	ComputeS       float64 `json:"compute_s" doc:"What vLLM would have computed the loaded tokens in, by the time that its recent prefill steps took for a token."`
+	LookupS        float64 `json:"lookup_s" doc:"What lookups took in the sidecar, with what they waited for tiers, also those that found nothing."`
+	LoadS          float64 `json:"load_s" doc:"What loads took, from the grant of their places to their release, on the first rank of each scheduler."`
+	UnpricedTokens uint64  `json:"unpriced_tokens" doc:"Of the loaded tokens, those that compute_s has nothing for: vLLM had not measured its prefills yet."`
+}
+
+// Since returns what was saved after an earlier moment.
+func (t SavedTime) Since(was SavedTime) SavedTime {
+	return SavedTime{TTFTS: t.TTFTS - was.TTFTS, ComputeS: t.ComputeS - was.ComputeS,
+		LookupS: t.LookupS - was.LookupS, LoadS: t.LoadS - was.LoadS,
+		UnpricedTokens: t.UnpricedTokens - was.UnpricedTokens}
+}
+
+func (c *counters) saved() SavedTime {
+	t := SavedTime{ComputeS: float64(c.computeMicros.Load()) / 1e6,
+		LookupS:        time.Duration(c.lookupNanos.Load()).Seconds(),
+		LoadS:          time.Duration(c.loadNanos.Load()).Seconds(),
+		UnpricedTokens: c.unpricedTokens.Load()}
+	t.TTFTS = t.ComputeS - t.LookupS - t.LoadS
+	return t
 }
 
 // TokenCount counts the tokens of vLLM's requests that vLLM's own cache did not have, by where they
@@ -122,6 +156,7 @@ func ratio(part, of uint64) float64 {
 // Counters are counts since the start.
 type Counters struct {
 	Tokens  TokenCount `json:"tokens"`
+	Saved   SavedTime  `json:"saved" doc:"Time that the loaded tokens saved, estimated."`
 	Lookups uint64     `json:"lookups"`
 	// pages that lookups asked for, also those that vLLM has itself
 	LookupPages uint64 `json:"lookup_pages"`
@@ -161,6 +196,7 @@ func (c *counters) snapshot() Counters {
 		Tokens: TokenCount{Requests: c.requests.Load(), Loaded: c.loadedTokens.Load(),
 			Found: c.foundTokens.Load(), Asked: c.askedTokens.Load(),
 			Own: c.ownTokens.Load()},
+		Saved:          c.saved(),
 		Lookups:        c.lookups.Load(),
 		LookupPages:    c.lookupPages.Load(),
 		HitPages:       c.hitPages.Load(),

@@ -396,7 +396,8 @@ func (s *Server) adopt(h *handedSession, sp *space, conn *ipc.Conn, direct *os.F
 		conn: conn, since: time.Unix(0, h.since),
 		struck: make(chan struct{}), mapping: make(map[uint32]chan struct{}),
 		unmapping: make(map[uint32]chan struct{}), stores: make(map[uint64][]uint32),
-		loads: make(map[uint64][]uint32), late: h.late, notices: h.notices, held: cloneAll(h.held),
+		loads: make(map[uint64][]uint32), begun: make(map[uint64]time.Time), late: h.late,
+		notices: h.notices, held: cloneAll(h.held),
 		log: s.sessionLog(h.id, role, key, pid),
 	}
 	ses.hear()

@@ -96,6 +96,9 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 	if ses == nil {
 		return 0, nil
 	}
+	if m.RecomputeUs > 0 {
+		ses.recomputeUs.Store(m.RecomputeUs)
+	}
 	g := &ses.space.geometry
 	// Pages beyond MaxPages count as not held.
 	asked := min(len(m.Hashes)/g.DigestBytes, s.cfg.MaxPages)
@@ -141,7 +144,9 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 		}
 	}
 	tokens := pages * g.PageTokens
-	s.countAnswer(who, pages, tokens, time.Since(start))
+	took := time.Since(start)
+	s.count.lookupNanos.Add(int64(took))
+	s.countAnswer(who, pages, tokens, took)
 	s.ended(ses.space, int(m.FirstPage), asked, pages, q.Why)
 	r := wire.LookupResult{Lookup: m.Lookup, HitPages: uint32(pages), HitTokens: uint32(tokens),
 		InMemory: pages > 0 && s.inMemory(ses.owner, m.Lookup)}
@@ -186,6 +191,7 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 		return // the session has ended, and with it the lookup
 	}
 	tokens := a.Pages * ses.space.geometry.PageTokens
+	s.count.lookupNanos.Add(int64(a.Took))
 	s.countAnswer(a.Tenant, a.Pages, tokens, a.Took)
 	s.ended(ses.space, a.First, a.Asked, a.Pages, a.Why)
 	m := wire.LookupResult{Lookup: a.Lookup, HitPages: uint32(a.Pages), HitTokens: uint32(tokens),

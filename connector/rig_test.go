@@ -538,6 +538,8 @@ type scheduler struct {
 	lookups *client.Lookups
 	next    uint64
 	memory  bool // the last lookup's hit is in memory
+
+	recomputeUs uint32 // of its lookups
 }
 
 func (r *rig) scheduler(h *wire.Hello) *scheduler {
@@ -557,7 +559,7 @@ func (s *scheduler) lookup(p prefix, first, pages int) (id uint64, hit int) {
 	s.next++
 	r, err := s.lookups.Lookup(&wire.Lookup{
 		Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: s.next,
-		FirstPage: uint32(first), Hashes: p.hashes(first, pages),
+		FirstPage: uint32(first), Hashes: p.hashes(first, pages), RecomputeUs: s.recomputeUs,
 	}, patience)
 	if err != nil {
 		s.t.Fatalf("lookup: %v; lookup sockets: %+v", err, s.r.lookups.Stats())

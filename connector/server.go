@@ -430,6 +430,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (_ *session, _ []Region, p
 		unmapping: make(map[uint32]chan struct{}),
 		stores:    make(map[uint64][]uint32),
 		loads:     make(map[uint64][]uint32),
+		begun:     make(map[uint64]time.Time),
 		log:       s.sessionLog(id, h.Role, key, conn.Peer().PID),
 	}
 	// Locked until the handshake is sent, so that a region pushed meanwhile comes after it.

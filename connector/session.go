@@ -70,7 +70,12 @@ type session struct {
 	// stores and loads have the pages of each extent of the open stores and loads, for the
 	// counters. The engine bounds how many there are.
 	stores, loads map[uint64][]uint32
-	spare         [][]uint32 // slices for reuse, see pagesOf
+	// begun has when the open loads were granted that saved time is counted of: those of the
+	// scheduler's first rank.
+	begun map[uint64]time.Time
+	// recomputeUs is what computing a page takes, as a scheduler's last lookup had it; 0: not known.
+	recomputeUs atomic.Uint32
+	spare       [][]uint32 // slices for reuse, see pagesOf
 
 	feed   *engine.Feed   // nil until it asks for events
 	events []engine.Event // for reuse by tellEvents
@@ -377,7 +382,7 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 		if err := m.prefilled.Decode(b, lim); err != nil {
 			return nil, err
 		}
-		ses.server.count.prefilled(&m.prefilled)
+		ses.server.count.prefilled(&m.prefilled, ses.secondsPerToken())
 		return nil, nil
 	case t == wire.TypePrepareStore && worker:
 		if err := m.prepareStore.Decode(b, lim); err != nil {
@@ -635,6 +640,11 @@ func (ses *session) done(account map[uint64][]uint32, id uint64, except []uint32
 	return pages
 }
 
+// secondsPerToken returns what computing a token takes in a scheduler's engine; 0: not known.
+func (ses *session) secondsPerToken() float64 {
+	return float64(ses.recomputeUs.Load()) / 1e6 / float64(ses.space.geometry.PageTokens)
+}
+
 func (ses *session) commitStore() {
 	m, s := &ses.msg.commit, ses.server
 	if err := s.engine.CommitStore(ses.owner, m.Store, m.Failed); err != nil {
@@ -693,6 +703,9 @@ func (ses *session) prepareLoad() []byte {
 	*g = wire.LoadGrant{ID: m.ID, Load: load, Names: names[:], Extents: g.Extents[:0]}
 	g.Extents = ses.convert(g.Extents, extents)
 	ses.loads[load] = ses.pagesOf(extents)
+	if ses.key.rank == scheduler.key.rank {
+		ses.begun[load] = time.Now()
+	}
 	return ses.answer(g)
 }
 
@@ -703,6 +716,10 @@ func (ses *session) release() {
 		return
 	}
 	pages := ses.done(ses.loads, m.Load, m.Bad)
+	if at, ok := ses.begun[m.Load]; ok {
+		delete(ses.begun, m.Load)
+		s.count.loadNanos.Add(int64(time.Since(at)))
+	}
 	s.count.loads.Add(1)
 	s.count.badExtents.Add(uint64(len(m.Bad)))
 	s.count.loadedPages.Add(pages)

@@ -19,6 +19,7 @@ type LastMinute struct {
 	Seconds     float64              `json:"seconds" doc:"What it covers: a little more than 60, less just after the start."`
 	Tokens      connector.TokenCount `json:"tokens"`
 	LoadedRatio float64              `json:"loaded_ratio" doc:"Loaded of the tokens asked for; 0 if there were none."`
+	Saved       connector.SavedTime  `json:"saved" doc:"As counters.saved, of that time."`
 	Lookups     uint64               `json:"lookups"`
 	Loads       uint64               `json:"loads"`
 	StoredPages uint64               `json:"stored_pages"`
@@ -73,6 +74,7 @@ func (r *rates) last(now time.Time, count connector.Counters) LastMinute {
 	tokens.Computed = tokens.Asked - min(tokens.Loaded, tokens.Asked)
 	return LastMinute{
 		Seconds: now.Sub(from.at).Seconds(), Tokens: tokens, LoadedRatio: tokens.LoadedRatio(),
+		Saved:   count.Saved.Since(was.Saved),
 		Lookups: count.Lookups - was.Lookups, Loads: count.Loads - was.Loads,
 		StoredPages: count.StoredPages - was.StoredPages,
 		StoredBytes: count.StoredBytes - was.StoredBytes,

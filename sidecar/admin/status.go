@@ -38,6 +38,7 @@ type Status struct {
 	Slots          SlotStatus         `json:"slots"`
 	Leases         int                `json:"leases"`
 	Pages          int                `json:"pages"` // that can be found
+	ArenaHits      HitStatus          `json:"arena_hits" doc:"What the arena had of the pages that lookups asked it for, first of all; its like for a tier is in tiers."`
 	MetadataBytes  int64              `json:"metadata_bytes"`
 	StoresInFlight int                `json:"stores_in_flight"`
 	LoadsInFlight  int                `json:"loads_in_flight"`
@@ -70,6 +71,12 @@ type Status struct {
 	Frozen      []connector.FrozenStatus `json:"frozen"`
 	FrozenSlots int                      `json:"frozen_slots"`
 	Counters    connector.Counters       `json:"counters"`
+}
+
+// HitStatus counts pages that lookups asked for.
+type HitStatus struct {
+	LookupPages uint64 `json:"lookup_pages" doc:"Pages that lookups asked for."`
+	HitPages    uint64 `json:"hit_pages" doc:"Pages that were there at once, in the own arena or borrowed before."`
 }
 
 // SlotStatus counts the slots of the carved parts of the arena. Leased slots are ready ones as
@@ -179,6 +186,7 @@ func (o *Operations) Status() Status {
 		},
 		Leases:         e.Leases,
 		Pages:          e.Pages,
+		ArenaHits:      HitStatus{e.LookupPages, e.HitPages},
 		MetadataBytes:  e.MetadataBytes,
 		StoresInFlight: e.OpenStores,
 		LoadsInFlight:  e.OpenLoads,

@@ -922,6 +922,7 @@ func (w *world) run(steps int) {
 		w.lend()
 		w.keepSome()
 		w.takeOver()
+		w.checkFill()
 		st := w.e.Stats()
 		leases := 0
 		for _, s := range w.sessions {
