@@ -41,19 +41,10 @@ type HostSidecar struct {
 // sockets in this network namespace, wherever their directories are, and those with a directory
 // below dir. ctx bounds the wait for each.
 func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
-	found, err := listening("/proc/net/unix")
+	found, err := endpoints(dir)
 	if err != nil {
 		return nil, err
 	}
-	beside, _ := os.ReadDir(dir) // it may not exist
-	for _, e := range beside {
-		path := filepath.Join(dir, e.Name())
-		if _, err := os.Lstat(filepath.Join(path, socketFile)); err == nil {
-			found = append(found, path)
-		}
-	}
-	slices.Sort(found)
-	found = slices.Compact(found)
 	all := make([]*HostSidecar, len(found))
 	var wg sync.WaitGroup
 	for i, dir := range found {
@@ -67,6 +58,24 @@ func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
 		}
 	}
 	return out, nil
+}
+
+// endpoints returns the directories that sidecars of this host may have: those with sockets in this
+// network namespace, and those below dir. They are sorted.
+func endpoints(dir string) ([]string, error) {
+	found, err := listening("/proc/net/unix")
+	if err != nil {
+		return nil, err
+	}
+	beside, _ := os.ReadDir(dir) // it may not exist
+	for _, e := range beside {
+		path := filepath.Join(dir, e.Name())
+		if _, err := os.Lstat(filepath.Join(path, socketFile)); err == nil {
+			found = append(found, path)
+		}
+	}
+	slices.Sort(found)
+	return slices.Compact(found), nil
 }
 
 // listening returns the directories with a listening socket for sessions and one for operators.
@@ -128,10 +137,15 @@ func askHostSidecar(ctx context.Context, dir string) *HostSidecar {
 		}
 		return out
 	}
-	out.PID, out.Version, out.UptimeS, out.Verdict = st.PID, st.Version, st.UptimeS, st.Verdict
-	out.Arena.UsedBytes, out.Arena.CapacityBytes, out.Arena.LimitBytes = st.Arena.UsedBytes,
-		st.Arena.CapacityBytes, st.Arena.LimitBytes
+	out.describe(&st)
 	return out
+}
+
+// describe takes over what a sidecar's status says.
+func (s *HostSidecar) describe(st *Status) {
+	s.PID, s.Version, s.UptimeS, s.Verdict = st.PID, st.Version, st.UptimeS, st.Verdict
+	s.Arena.UsedBytes, s.Arena.CapacityBytes, s.Arena.LimitBytes = st.Arena.UsedBytes,
+		st.Arena.CapacityBytes, st.Arena.LimitBytes
 }
 
 // WriteSidecars writes sidecars for people.

@@ -65,6 +65,7 @@ type Operations struct {
 	pins    pins
 	rates   rates
 	changes changes
+	mapped  mapped
 }
 
 // New returns the operations on the given parts.

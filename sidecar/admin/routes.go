@@ -78,6 +78,7 @@ func newAPI(mux *router, o *Operations, metrics http.Handler, token, profiles bo
 	}
 	a.API = humago.New(mux, cfg)
 	a.registerProbes()
+	a.registerPage()
 	a.registerTexts(metrics, profiles)
 	a.registerOperations()
 	a.registerDAX()
@@ -171,6 +172,11 @@ func (a *api) registerOperations() {
 		func(context.Context, *struct{}) (*output[TiersResult], error) {
 			return &output[TiersResult]{TiersResult{a.o.Tiers()}}, nil
 		})
+	huma.Register(a, a.get("/v1/arena", "arena-map", "What lies where in the arena"),
+		func(context.Context, *struct{}) (*output[*ArenaMap], error) {
+			return &output[*ArenaMap]{a.o.ArenaMap()}, nil
+		})
+	a.registerHost()
 	huma.Register(a, a.get("/v1/pins", "pins", "Prefixes that are pinned"),
 		func(context.Context, *struct{}) (*output[PinsResult], error) {
 			return &output[PinsResult]{PinsResult{a.o.Pins()}}, nil
@@ -190,6 +196,25 @@ func (a *api) registerOperations() {
 		a.o.NameWeights)
 	registerOperation(a, a.post("/v1/move", "move",
 		"Move or copy a prefix from one tier to another"), a.o.Move)
+}
+
+// registerHost adds the routes that show the sidecars of this host.
+func (a *api) registerHost() {
+	huma.Register(a, a.get("/v1/host", "host", "The sidecars of this user on this host"),
+		func(ctx context.Context, _ *struct{}) (*output[HostResult], error) {
+			out, err := a.o.Host(ctx)
+			return &output[HostResult]{out}, err
+		})
+	huma.Register(a, a.get("/v1/host/status", "host-status", "/v1/status of a sidecar of this host"),
+		func(ctx context.Context, in *neighbourRequest) (*output[Status], error) {
+			var out output[Status]
+			return &out, a.o.readNeighbour(ctx, in.ID, "/v1/status", &out.Body)
+		})
+	huma.Register(a, a.get("/v1/host/arena", "host-arena", "/v1/arena of a sidecar of this host"),
+		func(ctx context.Context, in *neighbourRequest) (*output[ArenaMap], error) {
+			var out output[ArenaMap]
+			return &out, a.o.readNeighbour(ctx, in.ID, "/v1/arena", &out.Body)
+		})
 }
 
 // profileRoutes are the routes that admin.pprof adds.

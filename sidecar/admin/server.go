@@ -85,14 +85,14 @@ func Start(o *Operations, m *Metrics, dir string, log *zap.Logger) (_ *Server, e
 			zap.Stringer("address", tcp.Addr()), zap.Bool("token", token != ""))
 	}
 	hosts, operations := newHostNames(cfg), make(chan struct{}, MaxOperations)
-	a.serve(tcp, guard(token, hosts, operations, mux), log)
-	a.serve(own, guard("", hosts, operations, mux), log)
+	a.serve(tcp, guard(token, false, hosts, operations, mux), log)
+	a.serve(own, guard("", true, hosts, operations, mux), log)
 	return a, nil
 }
 
 // Handler returns a handler of the operations, without metrics, for clients that need no token.
 func Handler(o *Operations) http.Handler {
-	return guard("", newHostNames(o.Settings.Admin), make(chan struct{}, MaxOperations),
+	return guard("", false, newHostNames(o.Settings.Admin), make(chan struct{}, MaxOperations),
 		newRouter(o, http.NotFoundHandler(), false))
 }
 
@@ -108,7 +108,16 @@ func newRouter(o *Operations, metrics http.Handler, token bool) *router {
 func (a *Server) Addr() string { return a.addr }
 
 // Routes returns the patterns of all routes.
-func (a *Server) Routes() []string { return slices.Clone(a.mux.patterns) }
+func (a *Server) Routes() []string {
+	out := slices.Clone(a.mux.patterns)
+	for i, p := range out {
+		out[i] = strings.Replace(p, rootPattern, "/", 1)
+	}
+	return out
+}
+
+// rootPattern matches the path / and no other.
+const rootPattern = "/{$}"
 
 // serve serves one listener until close.
 func (a *Server) serve(ln net.Listener, h http.Handler, log *zap.Logger) {
@@ -193,8 +202,9 @@ type controllerKey struct{}
 
 // guard lets a request through to h under these conditions: it carries the token or addresses the
 // server by one of its own names; it was not sent by a page of another site; and if it changes
-// something, operations has room for it. Probes need none of these.
-func guard(token string, hosts hostNames, operations chan struct{}, h http.Handler) http.Handler {
+// something, operations has room for it. Probes need none of these; the dashboard's files, which
+// have no data, need no token. owner: only this user and root can connect.
+func guard(token string, owner bool, hosts hostNames, operations chan struct{}, h http.Handler) http.Handler {
 	origin := http.NewCrossOriginProtection()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if isProbe(r) {
@@ -202,7 +212,7 @@ func guard(token string, hosts hostNames, operations chan struct{}, h http.Handl
 			return
 		}
 		got, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
-		if token != "" && (!ok || subtle.ConstantTimeCompare([]byte(got), []byte(token)) != 1) {
+		if token != "" && !isPage(r) && (!ok || subtle.ConstantTimeCompare([]byte(got), []byte(token)) != 1) {
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			apiError(http.StatusUnauthorized,
 				"send the header Authorization: Bearer TOKEN, or connect to admin.sock in runtime.dir, which needs none", "admin.token_file is set: a bearer token is required").write(w)
@@ -233,7 +243,9 @@ func guard(token string, hosts hostNames, operations chan struct{}, h http.Handl
 				return
 			}
 		}
-		h.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), controllerKey{}, rc)))
+		ctx := context.WithValue(r.Context(), controllerKey{}, rc)
+		h.ServeHTTP(w, r.WithContext(context.WithValue(ctx, callerKey{},
+			callerOf(r, owner, token != ""))))
 	})
 }
 
