@@ -290,6 +290,10 @@ func (st Status) WriteTable(w io.Writer) error {
 	row("tokens", "%d asked for in %d requests: %d found (%s), %d loaded (%s), %d computed",
 		t.Asked, t.Requests, t.Found, percent(t.FoundRatio()), t.Loaded, percent(t.LoadedRatio()),
 		t.Computed)
+	if s := n.Saved; t.Loaded > 0 {
+		row("saved", "%.1f s of time to first token, estimated: %.1f s of computing, less %.1f s of lookups and %.1f s of loads; without %d tokens, as vLLM had not measured its prefills",
+			s.TTFTS, s.ComputeS, s.LookupS, s.LoadS, s.UnpricedTokens)
+	}
 	if s := max(last.Seconds, 1); last.Seconds > 0 {
 		each := func(n uint64) float64 { return float64(n) / s }
 		row("last minute", "%d requests, %.0f tokens/s asked for: %.0f found (%s), %.0f loaded (%s), %.0f computed; %s/s stored, %s/s loaded",

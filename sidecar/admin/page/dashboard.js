@@ -157,6 +157,7 @@
     tokens: {
       format: (v) => count(Math.round(v)),
       lines: (h) => [
+        ["vLLM's own cache", 2, h.rate((s) => s.counters.tokens.own ?? 0)],
         ["asked for", 7, h.rate((s) => s.counters.tokens.asked)],
         ["loaded", 0, h.rate((s) => s.counters.tokens.loaded)],
         ["computed", 1, h.rate((s) => s.counters.tokens.computed)],
