@@ -274,8 +274,9 @@ func TestRoutesAndDocumentAgree(t *testing.T) {
 		// Only health is for everybody, and the dashboard's files, which have no data.
 		plain := &adminRig{t: t, addr: r.addr}
 		resp, answer = plain.send(method, path, contentType, body)
-		if open := path == "/healthz" || path == "/readyz" || path == "/" ||
-			strings.HasPrefix(path, "/assets/"); open != (resp.StatusCode != http.StatusUnauthorized) {
+		open := path == "/healthz" || path == "/readyz" || path == "/" ||
+			strings.HasPrefix(path, "/assets/")
+		if open != (resp.StatusCode != http.StatusUnauthorized) {
 			t.Errorf("%s without the token: %s", route, resp.Status)
 		} else if !open && !bytes.Contains(answer, []byte(`"fix"`)) {
 			t.Errorf("%s without the token: %s", route, answer)

@@ -204,7 +204,8 @@ type controllerKey struct{}
 // server by one of its own names; it was not sent by a page of another site; and if it changes
 // something, operations has room for it. Probes need none of these; the dashboard's files, which
 // have no data, need no token. owner: only this user and root can connect.
-func guard(token string, owner bool, hosts hostNames, operations chan struct{}, h http.Handler) http.Handler {
+func guard(token string, owner bool, hosts hostNames, operations chan struct{},
+	h http.Handler) http.Handler {
 	origin := http.NewCrossOriginProtection()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if isProbe(r) {
@@ -212,7 +213,8 @@ func guard(token string, owner bool, hosts hostNames, operations chan struct{}, 
 			return
 		}
 		got, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
-		if token != "" && !isPage(r) && (!ok || subtle.ConstantTimeCompare([]byte(got), []byte(token)) != 1) {
+		ok = ok && subtle.ConstantTimeCompare([]byte(got), []byte(token)) == 1
+		if token != "" && !ok && !isPage(r) {
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			apiError(http.StatusUnauthorized,
 				"send the header Authorization: Bearer TOKEN, or connect to admin.sock in runtime.dir, which needs none", "admin.token_file is set: a bearer token is required").write(w)
