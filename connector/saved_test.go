@@ -47,8 +47,8 @@ func TestSavedTime(t *testing.T) {
 		got.TTFTS != got.ComputeS-got.LookupS-got.LoadS {
 		t.Errorf("%+v; the load took %v s at most", got, took)
 	}
-	if d := got.Since(connector.SavedTime{ComputeS: 0.5, UnpricedTokens: 1}); d.ComputeS != got.ComputeS-0.5 ||
-		d.UnpricedTokens != 99 {
+	d := got.Since(connector.SavedTime{ComputeS: 0.5, UnpricedTokens: 1})
+	if d.ComputeS != got.ComputeS-0.5 || d.UnpricedTokens != 99 {
 		t.Errorf("%+v", d)
 	}
 }

@@ -73,7 +73,7 @@ type session struct {
 	// begun has when the open loads were granted that saved time is counted of: those of the
 	// scheduler's first rank.
 	begun map[uint64]time.Time
-	// recomputeUs is what computing a page takes, as a scheduler's last lookup had it; 0: not known.
+	// recomputeUs is what computing a page takes, by a scheduler's last lookup; 0: not known.
 	recomputeUs atomic.Uint32
 	spare       [][]uint32 // slices for reuse, see pagesOf
 

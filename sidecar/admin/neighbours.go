@@ -228,8 +228,10 @@ func (o *Operations) read(ctx context.Context, who caller, dir, path string, out
 		return new(net.Dialer).DialContext(ctx, "tcp", strings.TrimSpace(string(addr)))
 	}
 	resp, err := (&http.Client{
-		Transport:     &http.Transport{DisableKeepAlives: true, DialContext: dial},
-		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+		Transport: &http.Transport{DisableKeepAlives: true, DialContext: dial},
+		CheckRedirect: func(*http.Request, []*http.Request) error {
+			return http.ErrUseLastResponse
+		},
 	}).Do(req)
 	if err != nil {
 		return fmt.Errorf("it does not respond: %w", err)
