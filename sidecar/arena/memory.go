@@ -228,7 +228,7 @@ func (a *memory) restore(found map[uint32]*dax.Region, workers Workers) error {
 		return err
 	}
 	if got.Damaged+got.Spaceless > 0 {
-		a.Log.Info("some of what was left is not found", zap.Int("unfinished", got.Damaged),
+		a.Log.Info("some of what was left is not found", zap.Int("damaged", got.Damaged),
 			zap.Int("spaceless", got.Spaceless))
 	}
 	a.mu.Lock()

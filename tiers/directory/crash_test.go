@@ -95,7 +95,8 @@ func (h *history) clone(when string) pages {
 			}
 		}
 	}
-	if ready := q.e.Stats().ReadySlots; ready != n || q.d.Stats().Kept != n || q.found.Chunks < n {
+	if ready := q.e.Stats().ReadySlots; ready != n || q.d.Stats().Kept != n || q.found.Chunks < n ||
+		q.found.Damaged != 0 {
 		h.t.Fatalf("clone %d, %s: %d entries, %d chunks, %+v", h.clones, when, n, ready, q.found)
 	}
 	if h.clones%50 == 0 {

@@ -248,7 +248,9 @@ func (d *Directory) mapAll(c *contents) (err error) {
 			return fmt.Errorf("%w: %w", errDamaged, err) // not reached: decode has checked it
 		}
 		d.names[i].record, d.names[i].found = i, true
-		d.names[i].first.Do(func() {})
+		if !p.bare {
+			d.names[i].first.Do(func() {})
+		}
 	}
 	return nil
 }
@@ -342,7 +344,8 @@ func (d *Directory) AddRegion(n Region) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.regions[slot] = r
-	d.enter(int64(regionsAt+slot*recordBytes), r.encode())
+	at = int64(regionsAt + slot*recordBytes)
+	d.enter(at, seal(r.encode(), d.header.store, at))
 	return nil
 }
 
@@ -365,9 +368,8 @@ func (d *Directory) place(size int64) int64 {
 	return at
 }
 
-// enter makes a record valid that was not. The caller holds mu.
+// enter makes a record with its checksum valid that was not. The caller holds mu.
 func (d *Directory) enter(offset int64, record []byte) {
-	seal(record, d.header.store, offset)
 	d.tables.put(offset, record)
 	d.tables.store(offset, binary.LittleEndian.Uint64(record))
 }
@@ -420,6 +422,9 @@ func (d *Directory) newPiece(rec *pieceRecord, r *region) (*piece, error) {
 func (p *piece) entry(slot uint32) int64 {
 	return p.from + int64(slot)*int64(p.form.EntryBytes)
 }
+
+// recordAt returns where the piece's record lies in the file.
+func (p *piece) recordAt() int64 { return int64(piecesAt + p.record*recordBytes) }
 
 func (p *piece) wasBegun(slot uint32) bool { return p.begun[slot/32].Load()>>(slot%32)&1 != 0 }
 
@@ -482,7 +487,9 @@ func (d *Directory) onCarve(n engine.Piece) {
 	}
 	p.record, p.before = slot, slices.Clone(r.gone)
 	d.names[slot] = p
-	d.enter(int64(piecesAt+slot*recordBytes), p.encode())
+	b := p.encode()
+	binary.LittleEndian.PutUint64(b, bareSum(sumOf(b, d.header.store, p.recordAt())))
+	d.enter(p.recordAt(), b)
 	d.pieces[n.Num].Store(p)
 }
 
@@ -497,7 +504,7 @@ func (d *Directory) onUncarve(num uint32) {
 	p.dead.Store(true)
 	p.region.gone = append(p.region.gone, p)
 	d.names[p.record] = nil
-	d.tables.store(int64(piecesAt+p.record*recordBytes), 0)
+	d.tables.store(p.recordAt(), 0)
 }
 
 // onGone makes the entry of a slot invalid.
@@ -508,7 +515,8 @@ func (d *Directory) onGone(num, slot uint32) {
 }
 
 // prepare makes a piece's place ready for its first entry: nobody writes there any more for a piece
-// that lay there before, and what was written for that takes no memory. The caller holds life.
+// that lay there before, and what was written for that is gone. Until then the piece is bare: the
+// next process does not read what is there. The caller holds life.
 func (d *Directory) prepare(p *piece) {
 	p.first.Do(func() {
 		for _, q := range p.before {
@@ -517,12 +525,15 @@ func (d *Directory) prepare(p *piece) {
 			//lint:ignore SA2001 see above
 			q.life.Unlock()
 		}
+		d.file.discard(p.region.at+p.from, int64(p.Slots)*int64(p.form.EntryBytes))
 		d.mu.Lock()
+		defer d.mu.Unlock()
 		p.region.gone = slices.DeleteFunc(p.region.gone,
 			func(q *piece) bool { return slices.Contains(p.before, q) })
 		p.before = nil
-		d.mu.Unlock()
-		d.file.discard(p.region.at+p.from, int64(p.Slots)*int64(p.form.EntryBytes))
+		if !p.dead.Load() && !d.left.Load() {
+			d.tables.store(p.recordAt(), sumOf(p.encode(), d.header.store, p.recordAt()))
+		}
 	})
 }
 

@@ -66,6 +66,42 @@ func TestFoundAgain(t *testing.T) {
 	}
 }
 
+// A piece that has no entry yet lies where others had entries. These do not count as damaged,
+// neither before its first entry is written nor later.
+func TestBarePiece(t *testing.T) {
+	m := newMachine(t, small, tiers.Geometry{PageBytes: 700, PagesPerChunk: 3, PageTokens: 16,
+		DigestBytes: 16})
+	p := m.start(engine.Config{}, nil)
+	p.addRegion(16 << 10)
+	a, b := tiertest.Prefix("all of the arena"), tiertest.Prefix("but not kept")
+	p.store(0, a, 0, len(a))
+	p.keepAll()
+	p.e.ClearSpace(p.ids[0])
+	p.store(1, b, 0, len(b))
+	if p.e.Stats().Recarved == 0 {
+		t.Fatal("the second geometry took no memory of the first one")
+	}
+	for _, takeover := range []bool{false, true} {
+		p.close()
+		p = m.start(engine.Config{}, func(o *Options) { o.Takeover = takeover })
+		if p.found != (Found{}) {
+			t.Errorf("%+v", p.found)
+		}
+	}
+	p.store(1, b, 0, 3) // the piece is there, and its memory is free
+	if p.e.Stats().Recarved != 0 {
+		t.Errorf("%+v", p.e.Stats())
+	}
+	p.keepAll()
+	p.close()
+	p = m.start(engine.Config{}, nil)
+	defer p.close()
+	p.verifyAll(1, b)
+	if n := p.readable(1, b); p.found != (Found{Chunks: 1}) || n != 3 {
+		t.Errorf("%+v, %d pages", p.found, n)
+	}
+}
+
 // A chunk whose bytes are not what they were is dropped before anybody reads it.
 func TestBadBytes(t *testing.T) {
 	m := newMachine(t, small)

@@ -29,6 +29,11 @@
 // synced: the kernel keeps what a killed process wrote, and a directory of before the machine's
 // last start is not used.
 //
+// A piece is bare until its first entry is written: what lies in its place is of pieces that were
+// there before, and is not read. The record of a bare piece has the complement of its checksum.
+// Storing the checksum makes the entries count, once the place is empty and nobody writes there for
+// another piece.
+//
 // An entry is made valid under the engine's lock, and only if its slot still holds its chunk
 // (Engine.Publish). It is made invalid under that lock before the slot can be granted
 // (Config.OnGone). So each valid entry names, at any instant, a chunk that is held, and nobody has

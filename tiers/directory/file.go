@@ -51,10 +51,11 @@ func (f *file) grow(size int64) error {
 }
 
 // discard frees the pages of a part of the file, which reads as zeros then. Best effort: what was
-// there is not valid any more.
+// there is not valid any more. On a filesystem without holes it stays, and may count as damaged.
 func (f *file) discard(from, size int64) {
 	const hole = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
-	_ = unix.Fallocate(int(f.f.Fd()), hole, from, size)
+	for unix.Fallocate(int(f.f.Fd()), hole, from, size) == unix.EINTR {
+	}
 	f.note()
 }
 

@@ -133,6 +133,7 @@ type regionRecord struct {
 type pieceRecord struct {
 	engine.Piece
 	format uint64
+	bare   bool // its place was not made ready for entries
 }
 
 // sumOf returns the checksum of a record: of its bytes behind the checksum, with the place where it
@@ -147,6 +148,10 @@ func seal(b []byte, store [16]byte, offset int64) []byte {
 	binary.LittleEndian.PutUint64(b, sumOf(b, store, offset))
 	return b
 }
+
+// bareSum returns the checksum of the record of a piece that is bare. sum is that of the record
+// when the piece is not bare any more.
+func bareSum(sum uint64) uint64 { return max(^sum, 1) }
 
 // sealed reports whether a record is valid.
 func sealed(b []byte, store [16]byte, offset int64) bool {
@@ -273,8 +278,11 @@ func decode(b []byte, size int64) (*contents, error) {
 	}
 	for i := range c.pieces {
 		at := int64(piecesAt + i*recordBytes)
-		if rec := b[at : at+recordBytes]; sealed(rec, h.store, at) {
+		rec := b[at : at+recordBytes]
+		bare := binary.LittleEndian.Uint64(rec) == bareSum(sumOf(rec, h.store, at))
+		if bare || sealed(rec, h.store, at) {
 			p, ok := decodePiece(rec)
+			p.bare = bare
 			in := slices.IndexFunc(parts, func(r *regionRecord) bool { return r.ID == p.Region })
 			if !ok || in < 0 {
 				return nil, fmt.Errorf("%w: a piece of no region", errDamaged)

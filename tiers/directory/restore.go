@@ -25,7 +25,8 @@ var readBytes = 1 << 20
 // Found is what Restore has found.
 type Found struct {
 	Chunks int // that the engine has now
-	// Damaged is the number of entries that were being written when the process died.
+	// Damaged is the number of entries that are neither valid nor void. A process that is killed
+	// leaves none.
 	Damaged int
 	// Spaceless is the number of chunks of spaces that the engine has no room for.
 	Spaceless int
@@ -53,7 +54,9 @@ func (d *Directory) Restore() (Found, error) {
 			d.forget(p)
 			continue
 		}
-		jobs = append(jobs, jobsOf(p, num)...)
+		if !p.bare {
+			jobs = append(jobs, jobsOf(p, num)...)
+		}
 	}
 	// The workers read different pieces, as the engine takes one call for a piece at a time.
 	slices.SortStableFunc(jobs, func(a, b job) int { return cmp.Compare(a.from, b.from) })
@@ -89,7 +92,7 @@ func (d *Directory) forget(p *piece) {
 	defer d.mu.Unlock()
 	if d.names[p.record] == p && p.found {
 		d.names[p.record] = nil
-		d.tables.store(int64(piecesAt+p.record*recordBytes), 0)
+		d.tables.store(p.recordAt(), 0)
 	}
 }
 
