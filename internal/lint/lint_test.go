@@ -56,7 +56,7 @@ var layers = [][]string{
 	{"sidecar/arena"},
 	{"sidecar/admin"},
 	{
-		"sidecar",
+		"sidecar", "sidecar/doctor",
 		"internal/bench/daxbench", "internal/bench/diskbench", "internal/bench/enginebench",
 		"internal/bench/memcopybench", "internal/bench/peerbench", "internal/bench/redisbench",
 		"internal/bench/restartbench",

@@ -41,7 +41,7 @@ type HostSidecar struct {
 // sockets in this network namespace, wherever their directories are, and those with a directory
 // below dir. ctx bounds the wait for each.
 func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
-	found, err := endpoints(dir)
+	found, err := HostEndpoints(dir)
 	if err != nil {
 		return nil, err
 	}
@@ -60,9 +60,9 @@ func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
 	return out, nil
 }
 
-// endpoints returns the directories that sidecars of this host may have: those with sockets in this
-// network namespace, and those below dir. They are sorted.
-func endpoints(dir string) ([]string, error) {
+// HostEndpoints returns the directories that sidecars of this host may have: those with sockets in
+// this network namespace, and those below dir. They are sorted. What was killed may be among them.
+func HostEndpoints(dir string) ([]string, error) {
 	found, err := listening("/proc/net/unix")
 	if err != nil {
 		return nil, err

@@ -100,7 +100,7 @@ func (o *Operations) endpoint() string {
 // neighbours returns the directories of this user's sidecars on this host, with this one's, sorted.
 func (o *Operations) neighbours() ([]string, error) {
 	self := o.endpoint()
-	found, err := endpoints(filepath.Dir(self))
+	found, err := HostEndpoints(filepath.Dir(self))
 	if err != nil {
 		return nil, err
 	}

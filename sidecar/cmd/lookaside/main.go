@@ -59,7 +59,7 @@ func newRoot() *cobra.Command {
 		fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
 	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newPrefetch(),
 		newPin(), newUnpin(), newWeights(), newClear(), newMove(), newCheck(), newConfig(),
-		newDAX(), newSimulate(), newVersion())
+		newDAX(), newDoctor(), newSimulate(), newVersion())
 	return root
 }
 
