@@ -482,6 +482,11 @@ func TestForeign(t *testing.T) {
 }
 
 // A file that was cut short is an error of the call, and the process lives: fault 15.
+// behindCut reports whether an offset is of the first bytes that are gone of a file that begins
+// behind the headers, on memory that was cut at 1 MiB. Copies read four pages side by side: which
+// of them faults first depends on the processor.
+func behindCut(off int64) bool { return off >= mib-headBytes && off < mib-headBytes+4*4096 }
+
 func TestCutShort(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "dev")
@@ -496,7 +501,7 @@ func TestCutShort(t *testing.T) {
 	_, err = f.ReadAt(make([]byte, 3*mib), 0)
 	is(t, err, syscall.EIO)
 	var bad *vfs.BadPlaceError
-	if errors.Is(err, dax.ErrFault) || !errors.As(err, &bad) || bad.Off != mib-headBytes {
+	if errors.Is(err, dax.ErrFault) || !errors.As(err, &bad) || !behindCut(bad.Off) {
 		t.Errorf("the caller would be blamed, or another place: %v, %+v", err, bad)
 	}
 	_, err = f.WriteAt(text, 0)
