@@ -481,12 +481,12 @@ func TestForeign(t *testing.T) {
 	ok(t, v.Close())
 }
 
-// A file that was cut short is an error of the call, and the process lives: fault 15.
 // behindCut reports whether an offset is of the first bytes that are gone of a file that begins
 // behind the headers, on memory that was cut at 1 MiB. Copies read four pages side by side: which
 // of them faults first depends on the processor.
 func behindCut(off int64) bool { return off >= mib-headBytes && off < mib-headBytes+4*4096 }
 
+// A file that was cut short is an error of the call, and the process lives: fault 15.
 func TestCutShort(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "dev")
