@@ -106,6 +106,7 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 	s.count.lookupPages.Add(uint64(asked))
 	who := s.cfg.Tenants.Find(m.Tenant)
 	s.cfg.Tenants.Asked(who, asked*g.PageTokens)
+	s.ends.begin(ses, m, asked, start)
 	pages := 0
 	q := &s.native.query
 	q.Why = engine.Absence{}
@@ -147,10 +148,17 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 	took := time.Since(start)
 	s.count.lookupNanos.Add(int64(took))
 	s.countAnswer(who, pages, tokens, took)
-	s.ended(ses.space, int(m.FirstPage), asked, pages, q.Why)
+	a := s.ended(ses.space, int(m.FirstPage), asked, pages, q.Why)
+	s.ends.answer(ses.id, m.Lookup, pages, a, stack.Sources{Arena: pages}, took)
 	r := wire.LookupResult{Lookup: m.Lookup, HitPages: uint32(pages), HitTokens: uint32(tokens),
-		InMemory: pages > 0 && s.inMemory(ses.owner, m.Lookup)}
+		InMemory: pages > 0 && s.inMemory(ses.owner, m.Lookup), Reason: uint8(a.Reason),
+		TookUs: micros(took)}
 	return m.Session, r.Append(reply)
+}
+
+// micros returns a time in µs, as messages have it: at least 1 unless it is 0.
+func micros(d time.Duration) uint32 {
+	return uint32(min((d + time.Microsecond - 1).Microseconds(), math.MaxUint32))
 }
 
 // inMemory reports whether all that a lookup has leased lies in the arena, in memory.
@@ -193,9 +201,11 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 	tokens := a.Pages * ses.space.geometry.PageTokens
 	s.count.lookupNanos.Add(int64(a.Took))
 	s.countAnswer(a.Tenant, a.Pages, tokens, a.Took)
-	s.ended(ses.space, a.First, a.Asked, a.Pages, a.Why)
+	x := s.ended(ses.space, a.First, a.Asked, a.Pages, a.Why)
+	s.ends.answer(ses.id, a.Lookup, a.Pages, x, a.From, a.Took)
 	m := wire.LookupResult{Lookup: a.Lookup, HitPages: uint32(a.Pages), HitTokens: uint32(tokens),
-		InMemory: a.Pages > 0 && s.inMemory(a.Owner, a.Lookup)}
+		InMemory: a.Pages > 0 && s.inMemory(a.Owner, a.Lookup), Reason: uint8(x.Reason),
+		TookUs: micros(a.Took), BeganUs: micros(a.Began), Sources: s.appendSources(&a.From, nil)}
 	s.lookups.Post(ses.id, m.Append(nil))
 }
 

@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 
 	"lookaside/internal/unshared"
+	"lookaside/tiers"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/why"
 )
@@ -44,6 +45,20 @@ func (s *Server) ended(sp *space, first, asked, pages int, a engine.Absence) eng
 // naming are the fields of a space that decide only how prefixes are named.
 var naming = []string{"none_hash", "hash", "hash_keys"}
 
+// renames reports whether a pair of spaces differs only in how pages are named.
+func renames(u Unshared) bool {
+	return !slices.ContainsFunc(u.Causes, func(c unshared.Cause) bool {
+		return !slices.Contains(naming, c.Field)
+	})
+}
+
+// Renamed returns the pairs of a space with others that differ only in how pages are named.
+func (s *Server) Renamed(fp tiers.Fingerprint) []Unshared {
+	return slices.DeleteFunc(s.Unshared(), func(u Unshared) bool {
+		return u.Ours != fp || !renames(u)
+	})
+}
+
 // noteNames records for each space whether another one with pages differs from it only in how it
 // names prefixes. What is stored there may be what a lookup misses here.
 func (s *Server) noteNames(pairs []Unshared) {
@@ -51,8 +66,7 @@ func (s *Server) noteNames(pairs []Unshared) {
 	defer s.mu.Unlock()
 	for _, sp := range s.spaces {
 		sp.otherNames.Store(slices.ContainsFunc(pairs, func(u Unshared) bool {
-			return u.Ours == sp.fingerprint && !slices.ContainsFunc(u.Causes,
-				func(c unshared.Cause) bool { return !slices.Contains(naming, c.Field) })
+			return u.Ours == sp.fingerprint && renames(u)
 		}))
 	}
 }

@@ -123,6 +123,7 @@ type Server struct {
 	held        heldLookups
 
 	advices advices
+	ends    ends
 
 	mu        sync.Mutex // guards the fields below
 	closed    bool

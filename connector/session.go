@@ -382,7 +382,7 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 		if err := m.prefilled.Decode(b, lim); err != nil {
 			return nil, err
 		}
-		ses.server.count.prefilled(&m.prefilled, ses.secondsPerToken())
+		ses.server.noteAdmission(ses, &m.prefilled)
 		return nil, nil
 	case t == wire.TypePrepareStore && worker:
 		if err := m.prepareStore.Decode(b, lim); err != nil {

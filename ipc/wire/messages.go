@@ -390,6 +390,10 @@ type Prefilled struct {
 	Found  uint32 // of these, from the first on: held by the sidecars of all ranks
 	Loaded uint32 // of these, from the first on: loaded; vLLM computes the rest
 	Own    uint32 // the request's other tokens: in vLLM's own cache
+	Lookup uint64 // the request's last lookup; 0: it had none
+	// Reason is why the client did not take what that lookup found: a number of package why, such
+	// as that vLLM's own cache had it. 0: it took it, or the lookup's own reason says all.
+	Reason uint8
 }
 
 func (m *Prefilled) fields(v *visitor) *visitor {
@@ -398,6 +402,8 @@ func (m *Prefilled) fields(v *visitor) *visitor {
 	v.u32("found", &m.Found)
 	v.u32("loaded", &m.Loaded)
 	v.u32("own", &m.Own)
+	v.u64("lookup", &m.Lookup)
+	v.u8("reason", &m.Reason, math.MaxUint8)
 	v.check(m.Found <= m.Tokens && m.Loaded <= m.Tokens, "tokens", "less than a part of them")
 	return v
 }
@@ -563,6 +569,9 @@ type Lookup struct {
 	DeadlineMs  uint32
 	RecomputeUs uint32 // what computing one page anew takes, µs, 0 when it is not known
 	Tenant      Label  // who asks, at most MaxTenantBytes; empty: nobody
+	// Request is the client's name of what the lookup is for, at most MaxRequestBytes, by which
+	// people ask how it ended. Empty: none.
+	Request Label
 }
 
 func (m *Lookup) fields(v *visitor) *visitor {
@@ -574,6 +583,7 @@ func (m *Lookup) fields(v *visitor) *visitor {
 	v.u32("deadline_ms", &m.DeadlineMs)
 	v.u32("recompute_us", &m.RecomputeUs)
 	v.tenant(&m.Tenant)
+	v.label("request", &m.Request, MaxRequestBytes)
 	return v
 }
 
@@ -585,6 +595,12 @@ type LookupResult struct {
 	// InMemory is set if all of these pages lie in the sidecar's own arena, and that is in memory
 	// alone: not on a device or in a file, and nothing of it is lent by a peer.
 	InMemory bool
+	Reason   uint8 // why the hit ends where it does: a number of package why, 0 if all was found
+	// TookUs is how long the lookup took in the sidecar, µs, and BeganUs when, from its beginning
+	// on, loads from a tier or a peer began; 0: none did. Sources says where pages lay if not all
+	// of them were in the arena, such as "arena 16, disk 48", at most MaxSourcesBytes.
+	TookUs, BeganUs uint32
+	Sources         Label
 }
 
 func (m *LookupResult) fields(v *visitor) *visitor {
@@ -593,6 +609,10 @@ func (m *LookupResult) fields(v *visitor) *visitor {
 	v.u32("hit_pages", &m.HitPages)
 	v.u32("hit_tokens", &m.HitTokens)
 	v.flag("in_memory", &m.InMemory)
+	v.u8("reason", &m.Reason, math.MaxUint8)
+	v.u32("took_us", &m.TookUs)
+	v.u32("began_us", &m.BeganUs)
+	v.label("sources", &m.Sources, MaxSourcesBytes)
 	return v
 }
 

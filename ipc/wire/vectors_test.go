@@ -160,6 +160,7 @@ func goodMessages() []named {
 		{"events nothing", &Events{ID: 71, Reset: true}},
 		{"prefilled", &Prefilled{Tokens: 70000, Found: 65536, Loaded: 65535,
 			Own: math.MaxUint32}},
+		{"prefilled, and vLLM had it", &Prefilled{Tokens: 5, Own: 4096, Lookup: big, Reason: 9}},
 		{"prefilled by computing", &Prefilled{Tokens: math.MaxUint32}},
 		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30,
 			PageSize: 2 << 20}},
@@ -197,10 +198,15 @@ func goodMessages() []named {
 		{"lookup of the longest tenant", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 9,
 			Prev: []byte{}, Hashes: digests(1, 32),
 			Tenant: Label(strings.Repeat("t", MaxTenantBytes))}},
+		{"lookup of a request", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 9,
+			Prev: []byte{}, Hashes: digests(1, 32),
+			Request: Label("cmpl-" + strings.Repeat("7", MaxRequestBytes-5))}},
 		{"lookup result", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64}},
 		{"lookup result in memory", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64,
 			InMemory: true}},
 		{"lookup result miss", &LookupResult{Lookup: big}},
+		{"lookup result from tiers", &LookupResult{Lookup: 6, HitPages: 64, HitTokens: 1024,
+			Reason: 3, TookUs: 70000, BeganUs: 300, Sources: Label("arena 16, disk 48")}},
 		{"lookup pending", &LookupPending{Lookup: 6, Pages: 4, EtaMs: 120}},
 		{"lookup pending without a promise", &LookupPending{Lookup: 6}},
 		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32,
@@ -295,9 +301,9 @@ func badMessages() []vector {
 		longer  string
 		shorter string
 	}{
-		{TypeLookup, "3c 05" + secret + "06 07 c400 c401aa 14 00 a0", "9a", "9b", "99"},
+		{TypeLookup, "3c 05" + secret + "06 07 c400 c401aa 14 00 a0 a0", "9b", "9c", "9a"},
 		// One field too many by itself.
-		{TypeLookupResult, "3d 06 04 18 40 00", "95", "96", "94"},
+		{TypeLookupResult, "3d 06 04 18 40 00 00 00 00 a0", "99", "9a", "98"},
 	} {
 		add(t.t, "empty", "")
 		add(t.t, "array bomb of 8 bytes", "dd ffffffff 000000")
@@ -319,48 +325,52 @@ func badMessages() []vector {
 		add(t.t, "the unused byte", "c1")
 	}
 
-	lookup := "9a 3c 05" + secret + "06 07 c400"
-	add(TypeLookup, "trailing bytes", lookup+"c401aa 14 00 a0 00")
+	lookup := "9b 3c 05" + secret + "06 07 c400"
+	add(TypeLookup, "trailing bytes", lookup+"c401aa 14 00 a0 a0 00")
 	add(TypeLookup, "another message", "94 3d 06 04 40")
-	add(TypeLookup, "zero session", "9a 3c 00"+secret+"06 07 c400 c401aa 14 00 a0")
-	add(TypeLookup, "negative session", "9a 3c ff"+secret+"06 07 c400 c401aa 14 00 a0")
-	add(TypeLookup, "session as a float", "9a 3c cb4014000000000000"+secret+
+	add(TypeLookup, "zero session", "9b 3c 00"+secret+"06 07 c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "negative session", "9b 3c ff"+secret+"06 07 c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "session as a float", "9b 3c cb4014000000000000"+secret+
 		"06 07 c400 c401aa 14 00 a0")
-	add(TypeLookup, "session as a boolean", "9a 3c c3"+secret+"06 07 c400 c401aa 14 00 a0")
-	add(TypeLookup, "session as nil", "9a 3c c0"+secret+"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "session as a boolean", "9b 3c c3"+secret+"06 07 c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "session as nil", "9b 3c c0"+secret+"06 07 c400 c401aa 14 00 a0 a0")
 	add(TypeLookup, "first page above 32 bits",
-		"9a 3c 05"+secret+"06 cf0000000100000000 c400 c401aa 14 00 a0")
-	add(TypeLookup, "first page wraps", "9a 3c 05"+secret+"06 ceffffffff c400 c401aa 14 00 a0")
-	add(TypeLookup, "hashes as a string", lookup+"a1 61 14 00 a0")
-	add(TypeLookup, "hashes as a list", lookup+"91 01 14 00 a0")
-	add(TypeLookup, "hashes empty", lookup+"c400 14 00 a0")
-	add(TypeLookup, "hashes declare 4 GiB", lookup+"c6 ffffffff aa 14 00 a0")
-	add(TypeLookup, "hashes declare 1 byte too many", lookup+"c4 04 aa 14 00 a0")
+		"9b 3c 05"+secret+"06 cf0000000100000000 c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "first page wraps", "9b 3c 05"+secret+"06 ceffffffff c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "hashes as a string", lookup+"a1 61 14 00 a0 a0")
+	add(TypeLookup, "hashes as a list", lookup+"91 01 14 00 a0 a0")
+	add(TypeLookup, "hashes empty", lookup+"c400 14 00 a0 a0")
+	add(TypeLookup, "hashes declare 4 GiB", lookup+"c6 ffffffff aa 14 00 a0 a0")
+	add(TypeLookup, "hashes declare 1 byte too many", lookup+"c4 04 aa 14 00 a0 a0")
 	add(TypeLookup, "cut in a length", lookup+"c6 0000")
 	add(TypeLookup, "the body of version 7", "98 3c 05 06 07 c400 c401aa 14 00")
-	add(TypeLookup, "a short secret", "9a 3c 05 c40f"+rep("5e", 15)+"06 07 c400 c401aa 14 00 a0")
-	add(TypeLookup, "a long secret", "9a 3c 05 c411"+rep("5e", 17)+"06 07 c400 c401aa 14 00 a0")
-	add(TypeLookup, "an empty secret", "9a 3c 05 c400 06 07 c400 c401aa 14 00 a0")
-	add(TypeLookup, "secret as a string", "9a 3c 05 b0"+rep("5e", 16)+"06 07 c400 c401aa 14 00 a0")
-	add(TypeLookup, "secret declares 4 GiB", "9a 3c 05 c6 ffffffff aa")
-	add(TypeLookup, "negative deadline", lookup+"c401aa d0ff 00 a0")
-	add(TypeLookup, "deadline above 32 bits", lookup+"c401aa cf0000000100000000 00 a0")
-	add(TypeLookup, "negative recompute time", lookup+"c401aa 14 ff a0")
-	add(TypeLookup, "recompute time above 32 bits", lookup+"c401aa 14 cf0000000100000000 a0")
+	add(TypeLookup, "a short secret", "9b 3c 05 c40f"+rep("5e", 15)+"06 07 c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "a long secret", "9b 3c 05 c411"+rep("5e", 17)+"06 07 c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "an empty secret", "9b 3c 05 c400 06 07 c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "secret as a string", "9b 3c 05 b0"+rep("5e", 16)+"06 07 c400 c401aa 14 00 a0 a0")
+	add(TypeLookup, "secret declares 4 GiB", "9b 3c 05 c6 ffffffff aa")
+	add(TypeLookup, "negative deadline", lookup+"c401aa d0ff 00 a0 a0")
+	add(TypeLookup, "deadline above 32 bits", lookup+"c401aa cf0000000100000000 00 a0 a0")
+	add(TypeLookup, "negative recompute time", lookup+"c401aa 14 ff a0 a0")
+	add(TypeLookup, "recompute time above 32 bits", lookup+"c401aa 14 cf0000000100000000 a0 a0")
 	add(TypeLookup, "the body of version 1", "96 3c 05 06 07 c401aa 14")
 	add(TypeLookup, "a hash before the first page",
-		"9a 3c 05"+secret+"06 00 c401aa c401aa 14 00 a0")
-	add(TypeLookup, "hash before above the limit", "9a 3c 05"+secret+"06 07 c421"+digest+"00 c421"+
+		"9b 3c 05"+secret+"06 00 c401aa c401aa 14 00 a0 a0")
+	add(TypeLookup, "hash before above the limit", "9b 3c 05"+secret+"06 07 c421"+digest+"00 c421"+
 		digest+"00 14 00 a0")
-	add(TypeLookup, "hash before as a string", "9a 3c 05"+secret+"06 07 a161 c401aa 14 00 a0")
-	add(TypeLookup, "hash before as nil", "9a 3c 05"+secret+"06 07 c0 c401aa 14 00 a0")
-	add(TypeLookup, "not whole hashes", "9a 3c 05"+secret+"06 07 c402aaaa c403aaaaaa 14 00 a0")
-	add(TypeLookup, "hash before declares 4 GiB", "9a 3c 05"+secret+"06 07 c6 ffffffff aa")
+	add(TypeLookup, "hash before as a string", "9b 3c 05"+secret+"06 07 a161 c401aa 14 00 a0 a0")
+	add(TypeLookup, "hash before as nil", "9b 3c 05"+secret+"06 07 c0 c401aa 14 00 a0 a0")
+	add(TypeLookup, "not whole hashes", "9b 3c 05"+secret+"06 07 c402aaaa c403aaaaaa 14 00 a0 a0")
+	add(TypeLookup, "hash before declares 4 GiB", "9b 3c 05"+secret+"06 07 c6 ffffffff aa")
 	add(TypeLookup, "the body of version 10", "99 3c 05"+secret+"06 07 c400 c401aa 14 00")
 	add(TypeLookup, "tenant above the limit", lookup+"c401aa 14 00 d941"+rep("61", 65))
 	add(TypeLookup, "tenant as bytes", lookup+"c401aa 14 00 c40161")
 	add(TypeLookup, "tenant not UTF-8", lookup+"c401aa 14 00 a1ff")
 	add(TypeLookup, "tenant declares 4 GiB", lookup+"c401aa 14 00 db ffffffff 61")
+	add(TypeLookup, "the body of version 11", "9a 3c 05"+secret+"06 07 c400 c401aa 14 00 a0")
+	add(TypeLookup, "request above the limit", lookup+"c401aa 14 00 a0 d961"+rep("61", 97))
+	add(TypeLookup, "request as bytes", lookup+"c401aa 14 00 a0 c40161")
+	add(TypeLookup, "request not UTF-8", lookup+"c401aa 14 00 a0 a1ff")
 
 	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
 	add(TypeHello, "another version with another body", "92 01 0d")
@@ -524,12 +534,13 @@ func badMessages() []vector {
 	add(TypeEvents, "a run without hashes", "95 23 01 00 00 91 92 00 c400")
 	add(TypeEvents, "hashes as a string", "95 23 01 00 00 91 92 00 a161")
 	add(TypeEvents, "runs bomb", "95 23 01 00 00 dd ffffffff")
-	add(TypePrefilled, "more found than there are", "95 24 05 06 04 00")
-	add(TypePrefilled, "more loaded than there are", "95 24 05 05 06 00")
-	add(TypePrefilled, "tokens above 32 bits", "95 24 cf0000000100000000 00 00 00")
-	add(TypePrefilled, "own above 32 bits", "95 24 05 05 05 cf0000000100000000")
+	add(TypePrefilled, "more found than there are", "97 24 05 06 04 00 00 00")
+	add(TypePrefilled, "more loaded than there are", "97 24 05 05 06 00 00 00")
+	add(TypePrefilled, "tokens above 32 bits", "97 24 cf0000000100000000 00 00 00 00 00")
+	add(TypePrefilled, "own above 32 bits", "97 24 05 05 05 cf0000000100000000 00 00")
+	add(TypePrefilled, "reason above 8 bits", "97 24 05 05 05 00 00 cd0100")
 	add(TypePrefilled, "the body of version 11", "94 24 05 05 05")
-	add(TypePrefilled, "negative tokens", "95 24 ff 00 00 00")
+	add(TypePrefilled, "negative tokens", "97 24 ff 00 00 00 00 00")
 	add(TypeCleared, "chunks above 32 bits", "93 21 01 cf0000000100000000")
 	add(TypeRegionAdded, "zero size", "98 28 00 00 a0 00 00 01 00")
 	add(TypeRegionAdded, "size above 63 bits", "98 28 00 00 a0 00 cf8000000000000000 01 00")
@@ -569,12 +580,15 @@ func badMessages() []vector {
 	add(TypeMoved, "endpoint as bytes", "94 2e 01 c400 a0")
 	add(TypeMoved, "endpoint above the limit", "94 2e 01 da0401"+rep("61", 1025)+"a0")
 	add(TypeError, "message as bytes", "94 32 01 a0 c400")
-	add(TypeLookupResult, "hit pages above 32 bits", "95 3d 06 cf0000000100000000 00 00")
-	add(TypeLookupResult, "negative hit", "95 3d 06 ff 00 00")
-	add(TypeLookupResult, "trailing bytes", "95 3d 06 04 40 00 00")
-	add(TypeLookupResult, "a float", "95 3d 06 ca40800000 40 00")
-	add(TypeLookupResult, "in memory above one", "95 3d 06 04 40 02")
-	add(TypeLookupResult, "in memory as a bool", "95 3d 06 04 40 c3")
+	add(TypeLookupResult, "hit pages above 32 bits", "99 3d 06 cf0000000100000000 00 00 00 00 00 a0")
+	add(TypeLookupResult, "negative hit", "99 3d 06 ff 00 00 00 00 00 a0")
+	add(TypeLookupResult, "trailing bytes", "99 3d 06 04 40 00 00 00 00 00 a0")
+	add(TypeLookupResult, "a float", "99 3d 06 ca40800000 40 00 00 00 00 a0")
+	add(TypeLookupResult, "in memory above one", "99 3d 06 04 40 02 00 00 00 a0")
+	add(TypeLookupResult, "reason above 8 bits", "99 3d 06 04 40 00 cd0100 00 00 a0")
+	add(TypeLookupResult, "sources above the limit", "99 3d 06 04 40 00 00 00 00 da0100"+
+		rep("61", 256))
+	add(TypeLookupResult, "in memory as a bool", "99 3d 06 04 40 c3 00 00 00 a0")
 	add(TypeLookupPending, "negative pages", "94 40 06 ff 14")
 	add(TypeLookupPending, "eta above 32 bits", "94 40 06 04 cf0000000100000000")
 	add(TypeLookupPending, "one field too few", "93 40 06 04")
@@ -666,9 +680,9 @@ func wideMessages(t *testing.T) []vector {
 		one("pong wide", &Pong{ID: 5, Generation: 1}, "dc0003 cd001f ce00000005 d10001"),
 		one("lookup wide", &Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 2, FirstPage: 3,
 			Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5,
-			Tenant: Label("t")},
-			"9a 3c d200000001 c5 0010"+strings.Repeat("00", 16)+
-				"cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005 d901 74"),
+			Tenant: Label("t"), Request: Label("r")},
+			"9b 3c d200000001 c5 0010"+strings.Repeat("00", 16)+
+				"cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005 d901 74 da0001 72"),
 		one("error wide", &Error{ID: 1, Code: "a", Message: "b"}, "94 32 01 d901 61 db00000001 62"),
 		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2,
 			Touch: true, Hashes: []byte{0xaa}}, "dc0007 cc4a cd0001 c5 0020"+strings.Repeat("00",

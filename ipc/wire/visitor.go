@@ -180,11 +180,14 @@ func (v *visitor) text(field string, p *string, limit int) {
 	}
 }
 
-// tenant visits a label, which aliases the input when read.
-func (v *visitor) tenant(p *Label) {
+// tenant visits a tenant's name, which aliases the input when read.
+func (v *visitor) tenant(p *Label) { v.label("tenant", p, MaxTenantBytes) }
+
+// label visits a label of at most limit bytes, which aliases the input when read.
+func (v *visitor) label(field string, p *Label, limit int) {
 	v.fields++
 	if v.reading {
-		*p = v.strBytes("tenant", MaxTenantBytes)
+		*p = v.strBytes(field, limit)
 	} else {
 		v.buf = appendStr(v.buf, *p)
 	}

@@ -50,6 +50,8 @@ const (
 	TicketBytes      = 16 // a [Ticket]
 	NamesBytes       = sha256.Size
 	MaxTenantBytes   = 64 // the longest tenant, a str
+	MaxRequestBytes  = 96 // the longest name of a request, a str
+	MaxSourcesBytes  = 255
 )
 
 const (
@@ -106,7 +108,7 @@ var DefaultLimits = Limits{
 // MessageBytes returns the length of the longest lookup message, native or LMCache's, within the
 // limits. It sizes receive buffers, and sockets refuse longer messages.
 func (l *Limits) MessageBytes() int {
-	native := 192 + l.Pages*MaxDigestBytes
+	native := 320 + l.Pages*MaxDigestBytes
 	lmcache := 256 + l.LMCacheIDBytes + l.Pages*(MaxDigestBytes+2+5) +
 		l.LMCacheConfigs*2*(l.LMCacheConfigBytes+5)
 	return max(native, lmcache)

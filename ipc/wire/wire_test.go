@@ -537,7 +537,7 @@ func TestHashesAlias(t *testing.T) {
 	if err := m.Decode(raw, &DefaultLimits); err != nil {
 		t.Fatal(err)
 	}
-	if &m.Hashes[0] != &raw[len(raw)-3-64] || cap(m.Hashes) != 64 {
+	if &m.Hashes[0] != &raw[len(raw)-4-64] || cap(m.Hashes) != 64 {
 		t.Fatal("hashes are a copy, or reach beyond themselves")
 	}
 }

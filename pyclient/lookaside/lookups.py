@@ -70,7 +70,7 @@ class Lookup:
             "_result",
             "_since",
         ),
-        *("first_page", "id"),
+        *("began_us", "first_page", "id", "late", "reason", "sources", "took_us"),
     )
 
     def __init__(
@@ -100,6 +100,16 @@ class Lookup:
         self._later = False
         """A rank waits for a tier below its memory."""
         self._result: int | None = None
+        self.late = False
+        """It was given up at a rank's deadline."""
+        # Of the rank that found the least; valid with the result.
+        self.reason = 0
+        """Why the hit ends where it does: a number in wire.REASONS."""
+        self.took_us = 0
+        self.began_us = 0
+        """How long the lookup took in the sidecar, and when its loads from tiers began; 0: none."""
+        self.sources = ""
+        """Where pages lay, if not all of them in the arena."""
 
     @property
     def refs(self) -> tuple[wire.LeaseRef, ...]:
@@ -208,12 +218,14 @@ class LookupClient:
         recompute_us: int = 0,
         prefill_s: float = 0.0,
         tenant: str = "",
+        request: str = "",
     ) -> Lookup:
         """Look up the pages with these digests, of which the first is page first_page.
 
         prev is the digest of the page before it. recompute_us is how long vLLM takes to compute a
         page, 0 if that is not known. prefill_s is what computing all that a hit can save would
-        take. What is asked and hit is counted to tenant.
+        take. What is asked and hit is counted to tenant. request is the name, cut to
+        wire.MAX_REQUEST_BYTES, by which people ask how the lookup ended.
         """
         self._links.adopt()
         lookup_id = next(self._ids) & 0xFFFFFFFFFFFFFFFF
@@ -231,6 +243,7 @@ class LookupClient:
             lookup._result = 0
             return lookup
         self._pending[lookup_id] = lookup
+        name = request.encode()[: wire.MAX_REQUEST_BYTES].decode(errors="ignore")
         for rank, link in enumerate(links):
             assert link is not None
             question = wire.Lookup(
@@ -243,6 +256,7 @@ class LookupClient:
                 self._deadline_ms,
                 recompute_us,
                 tenant,
+                name,
             )
             if not link.send(wire.encode(question)):
                 self._count("lookups_unasked")
@@ -346,6 +360,7 @@ class LookupClient:
         if not late:
             return
         self._count("lookup_timeouts")
+        lookup.late = True
         for rank in late:
             self._sessions[rank].doubt()
         if lookup._promised.keys().isdisjoint(late):
@@ -402,6 +417,9 @@ class LookupClient:
         del lookup._out[rank]
         hits = answer.hit_pages
         lookup._in_memory = lookup._in_memory and bool(answer.in_memory)
+        if lookup._hits is None or hits < lookup._hits or not lookup.took_us:
+            lookup.reason, lookup.sources = answer.reason, answer.sources
+            lookup.took_us, lookup.began_us = answer.took_us, answer.began_us
         lookup._hits = hits if lookup._hits is None else min(lookup._hits, hits)
         if not lookup._out:
             lookup._result = lookup._hits

@@ -203,9 +203,12 @@ class RankSidecars:
         recompute_us: int,
         prefill_s: float = 0.0,
         tenant: str = "",
+        request: str = "",
     ) -> Lookup:
         """Look up on all ranks; a miss if one of them cannot be asked."""
-        return self._lookups.start(first_page, prev, hashes, recompute_us, prefill_s, tenant)
+        return self._lookups.start(
+            first_page, prev, hashes, recompute_us, prefill_s, tenant, request
+        )
 
     def advise(self, hashes: bytes, action: int, ms: int, priority: int, tenant: str) -> bool:
         """Advise all ranks about the pages of a prefix; return whether all were told."""
@@ -222,7 +225,9 @@ class RankSidecars:
         """
         self._clearing.void()
 
-    def report_prefilled(self, tokens: int, found: int, loaded: int, own: int) -> None:
+    def report_prefilled(
+        self, tokens: int, found: int, loaded: int, own: int, lookup: int = 0, reason: int = 0
+    ) -> None:
         """Report to each sidecar, once however many ranks it has, what became of a request.
 
         See contract.Sidecars.
@@ -234,7 +239,8 @@ class RankSidecars:
             where = session.options.where
             if where not in told and session.available:
                 told.add(where)
-                session.send(wire.Prefilled(tokens, found, loaded, own), session.session_id)
+                report = wire.Prefilled(tokens, found, loaded, own, lookup, reason)
+                session.send(report, session.session_id)
 
     def clear(self, timeout_s: float) -> bool:
         """Have what is void cleared; return whether every rank has cleared it in time.

@@ -49,6 +49,25 @@ NAMES_BYTES = 32
 MAX_TENANT_BYTES = 64
 """The longest tenant, in UTF-8."""
 
+MAX_REQUEST_BYTES = 96
+"""The longest name of a request, in UTF-8."""
+
+REASONS = (
+    "end",
+    "never_stored",
+    "shed",
+    "evicted",
+    "expired",
+    "cleared",
+    "other_space",
+    "other_seed",
+    "late",
+    "engine_had",
+    "not_worth",
+    "lost",
+)
+"""Why a prefix ends where it does, by number. end: all of it was found."""
+
 DEFAULT_PRIORITY = 50
 """The priority of pages without hints. 1 is evicted first, MAX_PRIORITY last."""
 
@@ -375,13 +394,17 @@ class Prefilled(Message, frozen=True, tag=36):
     """Reports what became of a request, for the sidecar to count; there is no reply.
 
     ``tokens`` are those that vLLM's own cache did not have. Of them, ``found`` and ``loaded``.
-    ``own`` are the request's other tokens.
+    ``own`` are the request's other tokens. ``lookup`` was its last one, 0: it had none, and
+    ``reason`` is why not all that this found was taken: a number in REASONS, 0 where there is
+    nothing to add to the lookup's own reason.
     """
 
     tokens: _U32
     found: _U32
     loaded: _U32
     own: _U32
+    lookup: _U64 = 0
+    reason: _U8 = 0
 
 
 class RegionAdded(Message, frozen=True, tag=40):
@@ -476,7 +499,8 @@ class Lookup(Message, frozen=True, tag=60):
 
     ``prev`` is the digest of page ``first_page - 1``, empty for page 0. The client waits for the
     answer for ``deadline_ms`` at most. ``recompute_us`` is how long computing one page takes
-    instead; 0: not known. What is asked for and hit is counted to ``tenant``.
+    instead; 0: not known. What is asked for and hit is counted to ``tenant``. ``request`` is its
+    name, for people who ask how it ended.
     """
 
     session: _Id
@@ -488,19 +512,27 @@ class Lookup(Message, frozen=True, tag=60):
     deadline_ms: _U32
     recompute_us: _U32
     tenant: str = ""
+    request: str = ""
 
 
 class LookupResult(Message, frozen=True, tag=61):
     """Answers a Lookup: consecutive pages from its first one, and the same in tokens.
 
     ``in_memory``: all of them lie in the sidecar's own arena, and that is in memory alone: not on a
-    device or in a file, and nothing of it is lent by a peer.
+    device or in a file, and nothing of it is lent by a peer. ``reason`` is the number, in REASONS,
+    of why the hit ends where it does. The lookup took ``took_us`` in the sidecar; loads from tiers
+    or peers began after ``began_us``, 0: there were none. ``sources`` says where the pages lay if
+    not all of them were in the arena, such as "arena 16, disk 48".
     """
 
     lookup: _U64
     hit_pages: _U32
     hit_tokens: _U32
     in_memory: _Flag = 0
+    reason: _U8 = 0
+    took_us: _U32 = 0
+    began_us: _U32 = 0
+    sources: Annotated[str, Meta(max_length=255)] = ""
 
 
 class Trim(Message, frozen=True, tag=62):

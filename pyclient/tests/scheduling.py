@@ -310,6 +310,7 @@ class ScriptedLookup:
         recompute_us: int,
         prefill_s: float,
         tenant: str,
+        request: str,
     ) -> None:
         self.tenant = tenant
         self.first_page = first_page
@@ -321,6 +322,11 @@ class ScriptedLookup:
         self.trims: list[int] = []
         self.polls = 0
         self.in_memory = book.in_memory
+        self.id = next(ids)
+        self.late = False
+        self.reason = self.took_us = self.began_us = 0
+        self.sources = ""
+        self.request = request
         self.answer: int | None = None
         self.refs = tuple(wire.LeaseRef(rank + 1, next(ids), b"") for rank in range(book.ranks))
 
@@ -375,6 +381,7 @@ class ScriptedSidecars:
         self.reads_advice = True
         # Of each request: tokens, found, loaded, own.
         self.prefilled: list[tuple[int, int, int, int]] = []
+        self.reasons: list[str] = []  # likewise: why not all that was found was loaded
         self.hold_answers = False
         self.voids = 0  # resets so far
         self.is_void = False  # one of them is not cleared yet
@@ -407,13 +414,16 @@ class ScriptedSidecars:
         recompute_us: int,
         prefill_s: float,
         tenant: str = "",
+        request: str = "",
     ) -> ScriptedLookup:
         if self.raises is not None:
             raise self.raises
         assert not self.is_void, "asked about what is void"
         assert not self.held_back, "asked while it is not known which weights there are"
         assert len(prev) == (32 if first_page else 0)
-        lookup = ScriptedLookup(self, first_page, prev, hashes, recompute_us, prefill_s, tenant)
+        lookup = ScriptedLookup(
+            self, first_page, prev, hashes, recompute_us, prefill_s, tenant, request
+        )
         self.lookups.append(lookup)
         if not self.hold_answers:
             self.answer(lookup)
@@ -466,9 +476,13 @@ class ScriptedSidecars:
         named, self.named = self.named, None
         return named
 
-    def report_prefilled(self, tokens: int, found: int, loaded: int, own: int) -> None:
+    def report_prefilled(
+        self, tokens: int, found: int, loaded: int, own: int, lookup: int = 0, reason: int = 0
+    ) -> None:
         assert 0 <= found <= tokens and 0 <= loaded <= tokens and own >= 0
+        assert not lookup or any(each.id == lookup for each in self.lookups)
         self.prefilled.append((tokens, found, loaded, own))
+        self.reasons.append(wire.REASONS[reason])
 
     def clear(self, timeout_s: float) -> bool:
         assert timeout_s >= 0 and self.is_void

@@ -161,6 +161,9 @@ def test_sidecars_are_told_what_was_found_loaded_and_computed(stand):
     stand.add(prompt)
     stand.run()
     assert told[4:] == [(6 * BLOCK + 1, 6 * BLOCK, 0, 0)]
+    # The fourth hit ended where vLLM's own did.
+    assert stand.sidecars.reasons == ["end", "engine_had", "end", "engine_had", "lost"]
+    assert all(each.request for each in stand.sidecars.lookups)
     stand.check_idle()
 
 

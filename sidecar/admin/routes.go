@@ -194,6 +194,8 @@ func (a *api) registerOperations() {
 	registerOperation(a, a.post("/v1/weights", "name-weights",
 		"Tell engines what their weights are called, so that pages of other weights are not found"),
 		a.o.NameWeights)
+	registerOperation(a, a.post("/v1/why", "why",
+		"Say why a request's lookups ended where they did, or why a prefix does now"), a.o.Why)
 	registerOperation(a, a.post("/v1/move", "move",
 		"Move or copy a prefix from one tier to another"), a.o.Move)
 }

@@ -1,6 +1,9 @@
 package stack
 
 import (
+	"context"
+
+	"lookaside/tiers"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/why"
 )
@@ -85,4 +88,79 @@ func (s *Stack) failing(r *request) int {
 		}
 	}
 	return -1
+}
+
+// TierNames returns the names of the tiers, nearest first.
+func (s *Stack) TierNames() []string {
+	names := make([]string, len(s.tiers))
+	for i, t := range s.tiers {
+		names[i] = t.Name
+	}
+	return names
+}
+
+// Where says how much of a prefix is held now, and where.
+type Where struct {
+	Pages int // from the first on, held without a gap by the arena or a tier
+	Arena int // of these, from the first on, those that the arena holds
+	// By tier: of the pages, those that it holds; -1 if it did not answer.
+	Tiers []int
+	Why   engine.Absence // why the prefix ends after Pages
+}
+
+// Where looks for the pages of a prefix from its first page on. It leases nothing and moves
+// nothing. ctx bounds the tiers that do not know from memory what they hold. Peers are not asked.
+func (s *Stack) Where(ctx context.Context, id engine.SpaceID, hashes []byte) (w Where, err error) {
+	sp := s.space(id)
+	if sp == nil {
+		return w, tiers.ErrNotFound
+	}
+	g := &sp.Geometry
+	run := tiers.Run{Space: sp, Hashes: hashes}
+	n := run.Chunks()
+	held := make([][]uint16, len(s.tiers)+1)
+	for i := range held {
+		held[i] = make([]uint16, n)
+	}
+	if err := s.engine.Contains(id, 0, hashes, held[0]); err != nil {
+		return w, err
+	}
+	w.Tiers = make([]int, len(s.tiers))
+	down := -1
+	for i, t := range s.tiers {
+		if !t.breaker.usable() || t.Tier.Contains(ctx, run, held[i+1]) != nil {
+			clear(held[i+1])
+			w.Tiers[i] = -1
+			if down < 0 {
+				down = i
+			}
+		}
+	}
+	whole := true // the arena holds all so far
+	for c := range n {
+		want := pagesOf(run.Pages(), g.PagesPerChunk, c)
+		best := 0
+		for i := range held {
+			have := min(int(held[i][c]), want)
+			best = max(best, have)
+			if i > 0 && w.Tiers[i-1] >= 0 {
+				w.Tiers[i-1] += have
+			}
+		}
+		w.Pages += best
+		if whole {
+			w.Arena += min(int(held[0][c]), want)
+			whole = int(held[0][c]) >= want
+		}
+		if best < want {
+			break
+		}
+	}
+	if at := w.Pages * g.DigestBytes; at < len(hashes) {
+		w.Why = s.engine.Why(id, hashes[at:at+g.DigestBytes])
+		if down >= 0 && w.Why.Tier == 0 && w.Why.Reason == why.Evicted {
+			w.Why.Reason, w.Why.Tier = why.Lost, uint8(down+1)
+		}
+	}
+	return w, nil
 }

@@ -13,6 +13,16 @@ from lookaside.places import Place
 class Lookup(Protocol):
     """One lookup on all ranks; see lookups.py. No method but wait blocks."""
 
+    id: int
+    """Its number, the same at all ranks."""
+    late: bool
+    """It was given up because a rank gave no answer in time."""
+    # Of the rank that found the least, once it is known how much; see wire.LookupResult.
+    reason: int
+    took_us: int
+    began_us: int
+    sources: str
+
     def poll(self) -> int | None:
         """Return how many pages every rank holds, from the first asked for; None while unknown."""
         ...
@@ -98,12 +108,14 @@ class Sidecars(Protocol):
         recompute_us: int,
         prefill_s: float,
         tenant: str = "",
+        request: str = "",
     ) -> Lookup:
         """Look up a run of pages on all ranks. Never blocks and never fails: it misses.
 
         prev is the digest of the page before the first, empty for page 0. recompute_us is what
         computing a page takes, 0 if that is not known. prefill_s is what computing all that a hit
-        can save takes; it bounds the wait. What is asked and hit is counted to tenant.
+        can save takes; it bounds the wait. What is asked and hit is counted to tenant. request is
+        the name by which people ask how it ended.
         """
         ...
 
@@ -129,12 +141,15 @@ class Sidecars(Protocol):
         """
         ...
 
-    def report_prefilled(self, tokens: int, found: int, loaded: int, own: int) -> None:
+    def report_prefilled(
+        self, tokens: int, found: int, loaded: int, own: int, lookup: int = 0, reason: int = 0
+    ) -> None:
         """Report to the sidecars what became of an admitted request. Never blocks.
 
         tokens are those that vLLM's own cache did not have. found counts those of them that the
         sidecars of all ranks had, loaded those that were loaded. own are the request's other
-        tokens.
+        tokens. lookup is the id of its last lookup, 0 if it had none, and reason why not all that
+        this found was taken: a number in wire.REASONS, 0 if there is nothing to add.
         """
         ...
 

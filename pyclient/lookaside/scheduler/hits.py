@@ -95,6 +95,10 @@ class Hits:
             return 0
         return min(hit * self._setup.page, limit_tokens) - computed_tokens
 
+    def is_local(self, state: RequestState) -> bool:
+        """Report whether vLLM's own hit reaches as far as any hit may."""
+        return state.local_page >= self._reach(state)[0] > 0
+
     def wanted(self, state: RequestState, first_page: int, end_page: int) -> list[Any]:
         """Return the digests of pages [first_page, end_page) that a lookup asks for."""
         pages, tokens = self._reach(state)
@@ -190,6 +194,7 @@ class Hits:
                 self._pace.recompute_us(),
                 self._pace.prefill_s(end - first_page),
                 state.hints.tenant,
+                state.request.request_id,
             ),
             first_page=first_page,
             end_page=end,
@@ -198,6 +203,8 @@ class Hits:
             trimmed=first_page,
             leased=now,
         )
+        assert state.asked.lookup is not None
+        state.lookup_id = state.asked.lookup.id
         self.holding += 1
         setup.stats.add("lookups")
         return state.asked
@@ -247,6 +254,7 @@ class Hits:
             return False
         asked.held = min(asked.first_page + pages, asked.end_page)
         asked.answered = now
+        asked.late = asked.lookup.late
         self._setup.stats.observe("lookup_seconds", now - asked.since)
         return True
 

@@ -36,6 +36,15 @@ class _Prefill:
     loaded: int
     own: int
     """The tokens of the request that it had."""
+    lookup: int
+    """The id of the request's last lookup."""
+    reason: int = 0
+    """Why what it found was not loaded: see wire.REASONS."""
+
+
+_EXPIRED, _ENGINE_HAD, _LATE, _LOST = (
+    wire.REASONS.index(name) for name in ("expired", "engine_had", "late", "lost")
+)
 
 
 def _parks_loads() -> bool:
@@ -80,9 +89,24 @@ class Loads:
         own = request.num_tokens - tokens
         found = max(0, min(held * page - local, tokens))
         if to_load <= 0:
-            self._setup.sidecars.report_prefilled(tokens, found, 0, own)
+            reason = self._reason(state, asked)
+            self._setup.sidecars.report_prefilled(tokens, found, 0, own, state.lookup_id, reason)
         else:
-            self.prefills[request.request_id] = _Prefill(tokens, found, min(to_load, tokens), own)
+            self.prefills[request.request_id] = _Prefill(
+                tokens, found, min(to_load, tokens), own, state.lookup_id
+            )
+
+    def _reason(self, state: RequestState, asked: Question | None) -> int:
+        """Return why nothing is loaded for a request, if its lookup's own reason does not say."""
+        if state.expired and asked is None:
+            return _EXPIRED
+        if asked is None and state.lookup_id and self._hits.is_local(state):
+            return _ENGINE_HAD
+        if asked is None or asked.held is None:
+            return 0
+        if asked.first_page < asked.held <= state.local_page:
+            return _ENGINE_HAD
+        return _LATE if asked.late else 0
 
     def order(self, state: RequestState, tables: Sequence[list[int]], tokens: int) -> int:
         """Order a load of so many tokens into vLLM's blocks; return the page it ends at."""
@@ -151,7 +175,7 @@ class Loads:
                 state.denied = True
                 state.saved = 0
             if (prefill := self.prefills.get(request_id)) is not None:
-                prefill.loaded = 0
+                prefill.loaded, prefill.reason = 0, _LOST
         for request_id in output.finished_recving or ():
             self._received(request_id, requests)
         for request_id in self.in_step.blocks:
@@ -178,7 +202,12 @@ class Loads:
     def _report_prefill(self, request_id: str) -> None:
         if (prefill := self.prefills.pop(request_id, None)) is not None:
             self._setup.sidecars.report_prefilled(
-                prefill.tokens, prefill.found, prefill.loaded, prefill.own
+                prefill.tokens,
+                prefill.found,
+                prefill.loaded,
+                prefill.own,
+                prefill.lookup,
+                prefill.reason,
             )
 
     def must_wait(self, request_id: str) -> bool:

@@ -32,6 +32,8 @@ class Question:
     held: int | None = None
     """The end of the pages held, counted from the prefix's start; None while not answered."""
     answered: float = 0.0
+    late: bool = False
+    """A rank gave no answer in time."""
 
     # Of a model that keeps states; owned by states.py.
     states: list[tuple[int, Lookup]] = field(default_factory=list)
@@ -70,6 +72,8 @@ class RequestState:
     """A load failed: no hit is offered again."""
     expired: bool = False
     """The lease of one hit ended before the hit could be used."""
+    lookup_id: int = 0
+    """The id of its last lookup; 0: it had none."""
     in_step: bool = False
     """The hit was last offered as one that is loaded within the step."""
     admitted: bool = False

@@ -57,7 +57,8 @@ func newRoot() *cobra.Command {
 	root.SetFlagErrorFunc(flagError)
 	root.SetUsageTemplate(strings.ReplaceAll(root.UsageTemplate(), "FlagUsages",
 		fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
-	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newPrefetch(),
+	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newWhy(),
+		newPrefetch(),
 		newPin(), newUnpin(), newWeights(), newClear(), newMove(), newCheck(), newConfig(),
 		newDAX(), newDoctor(), newSimulate(), newVersion())
 	return root
