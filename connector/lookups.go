@@ -135,9 +135,12 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 			Ticks:     true,
 		}
 		n, done, err := s.stack.Lookup(q, s)
-		if err == nil && !done {
-			s.lookups.TickWithin(stack.TickWithin)
-			return 0, nil
+		if err == nil {
+			s.watchLookup(ses.space, q, n, done)
+			if !done {
+				s.lookups.TickWithin(stack.TickWithin)
+				return 0, nil
+			}
 		}
 		if pages = n; err != nil {
 			s.count.fail(kindOf(err))
@@ -159,6 +162,12 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 // micros returns a time in µs, as messages have it: at least 1 unless it is 0.
 func micros(d time.Duration) uint32 {
 	return uint32(min((d + time.Microsecond - 1).Microseconds(), math.MaxUint32))
+}
+
+// watchLookup notes a lookup that began: what the arena holds of it is known.
+func (s *Server) watchLookup(sp *space, q *stack.Query, held int, done bool) {
+	s.cfg.Demand.Lookup(sp.fingerprint, &sp.geometry, uint64(q.Owner), q.Lookup, q.FirstPage,
+		q.Prev, q.Hashes, held, done)
 }
 
 // inMemory reports whether all that a lookup has leased lies in the arena, in memory.
@@ -190,6 +199,7 @@ func (s *Server) LookupPending(o engine.Owner, lookup uint64, pages int, eta tim
 
 // LookupAnswered implements stack.Asker. It sends the result of a lookup that waited for a tier.
 func (s *Server) LookupAnswered(a stack.Answer) {
+	s.cfg.Demand.Answered(uint64(a.Owner), a.Lookup, a.Pages)
 	if a.Owner == lmcacheOwner {
 		s.lmcacheAnswered(a)
 		return
@@ -324,7 +334,7 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 	// tag must not hit.
 	if asked > 0 && !m.Tagged && !s.draining.Load() {
 		if sp := s.lmcacheSpace(m.DigestBytes); sp != nil {
-			n, done := s.lookupLMCache(m, lookup, sp.id)
+			n, done := s.lookupLMCache(m, lookup, sp)
 			if !done {
 				return 0, false
 			}
@@ -342,12 +352,12 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 }
 
 func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64,
-	space engine.SpaceID) (pages int, done bool) {
+	sp *space) (pages int, done bool) {
 	l := &s.lmcache
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	q := &s.native.query
-	*q = stack.Query{Owner: lmcacheOwner, Lookup: lookup, Space: space, Hashes: m.Hashes,
+	*q = stack.Query{Owner: lmcacheOwner, Lookup: lookup, Space: sp.id, Hashes: m.Hashes,
 		Ticks: true}
 	var err error
 	if s.mode.Load() >= modeQuiet {
@@ -360,6 +370,8 @@ func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64,
 	if err != nil {
 		s.count.fail(kindOf(err))
 		pages = 0
+	} else {
+		s.watchLookup(sp, q, pages, done)
 	}
 	delete(l.waiting, lookup) // an earlier lookup of the same name
 	if !done {

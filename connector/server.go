@@ -15,6 +15,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
+	"lookaside/internal/demand"
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
@@ -57,6 +58,8 @@ type Config struct {
 	// ObserveLookup is called for each finished lookup, from the goroutine that replies. Calls may
 	// come from several goroutines. It must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
+	// Demand watches what clients ask for. Default: nothing does.
+	Demand *demand.Demand
 
 	// Elsewhere returns how many pages of a run, as whole chunks from its first page on, can be
 	// loaded from elsewhere. They are not stored here. It may take a few milliseconds. May be nil.

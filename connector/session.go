@@ -572,6 +572,10 @@ func (ses *session) grantStore() []byte {
 			res.Held += min(ppc, skipped-page)
 		}
 	}
+	if res.Deferred == 0 {
+		s.cfg.Demand.Store(ses.space.fingerprint, &ses.space.geometry, int(m.FirstPage), m.Prev,
+			m.Hashes)
+	}
 	s.count.heldPages.Add(uint64(res.Held))
 	s.count.shedPages.Add(uint64(res.Shed))
 	if res.Shed > 0 || res.Store != 0 {

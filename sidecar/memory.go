@@ -1,11 +1,13 @@
 package sidecar
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
 	"runtime/debug"
 	rtmetrics "runtime/metrics"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -60,7 +62,7 @@ type shares struct {
 
 // ownMemory returns how much memory the sidecar may take beside the arena and its index.
 func ownMemory(c *settings.Config) int64 {
-	own := int64(ownBytes) + int64(c.Sessions.Limit)*sessionBytes
+	own := int64(ownBytes) + int64(c.Sessions.Limit)*sessionBytes + c.Demand.Memory
 	if c.Events.Endpoint != "" {
 		own += ipc.EventBytes
 	}
@@ -131,4 +133,32 @@ func checkMemory(c *settings.Config, kind dax.Kind, bytes int64) error {
 			bytesize.Format(c.Arena.Limit), kind, bytesize.Format(own), c.Sessions.Limit, err)
 	}
 	return fmt.Errorf("arena.limit %s of kind %s: %w", bytesize.Format(c.Arena.Limit), kind, err)
+}
+
+// garbageBytes is how much garbage may gather before a collection, once what is in use is more than
+// an eighth of it.
+const garbageBytes = 40 << 20
+
+// paceCollector keeps the garbage within garbageBytes while the heap in use grows (demand.memory),
+// until ctx is done. It does nothing if GOGC is set.
+func paceCollector(ctx context.Context) {
+	if os.Getenv("GOGC") != "" {
+		return
+	}
+	every := time.NewTicker(10 * time.Second)
+	defer every.Stop()
+	live := []rtmetrics.Sample{{Name: "/gc/heap/live:bytes"}}
+	for percent := gcPercent; ; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-every.C:
+		}
+		rtmetrics.Read(live)
+		want := int(min(gcPercent, max(50, garbageBytes*100/max(live[0].Value.Uint64(), 1))))
+		if want*4 < percent*3 || percent*4 < want*3 { // a change stops all goroutines for a moment
+			percent = want
+			debug.SetGCPercent(percent)
+		}
+	}
 }

@@ -17,6 +17,7 @@ import (
 
 	"lookaside/connector"
 	"lookaside/dax"
+	"lookaside/internal/demand"
 	"lookaside/ipc"
 	"lookaside/ipc/hosts"
 	"lookaside/sidecar/admin"
@@ -32,8 +33,8 @@ import (
 )
 
 // gcPercent is how far the Go heap may grow before a collection, unless GOGC is set. The heap is
-// only a few MiB, because index, slots and arena are outside it. Go's default would collect all the
-// time, which slows the slowest lookups.
+// only a few MiB at first, because index, slots and arena are outside it. Go's default would
+// collect all the time, which slows the slowest lookups. paceCollector lowers it as the heap fills.
 const gcPercent = 800
 
 // directoryName is the file in runtime.dir by which the next sidecar finds what is in the arena.
@@ -52,6 +53,7 @@ type Daemon struct {
 	control  *dax.Control
 	tiers    []stack.TierConfig // open
 	engine   *engine.Engine
+	demand   *demand.Demand
 	stack    *stack.Stack
 	server   *connector.Server
 	lookups  *ipc.LookupSockets
@@ -185,6 +187,8 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 // serve accepts clients, and starts the background goroutines, which end with d.background.
 func (d *Daemon) serve() {
 	ctx := d.background
+	d.wg.Go(func() { d.demand.Run(ctx) })
+	d.wg.Go(func() { paceCollector(ctx) })
 	d.wg.Go(func() { d.operations.Watch(ctx) })
 	d.wg.Go(func() { checkTiers(ctx, d.tiers, d.log.Named("tiers")) })
 	d.wg.Go(func() {
@@ -324,7 +328,10 @@ func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
 		PatrolEvery:    cfg.Arena.CheckEvery,
 		Restored:       d.awaitRestored,
 	}
+	d.demand = demand.New(demand.Config{MemoryBytes: cfg.Demand.Memory, Policy: cfg.Arena.Eviction,
+		Seed: connector.RandomID(), ArenaBytes: d.arena.LimitBytes})
 	cc := connector.Config{
+		Demand:        d.demand,
 		Log:           d.log.Named("connector"),
 		Engine:        d.engine,
 		Generation:    d.generation,
@@ -533,7 +540,8 @@ func (d *Daemon) parts() admin.Parts {
 		Settings: &d.cfg, Version: Version, Commit: Revision(), Generation: d.generation,
 		Started: d.start, Background: d.background, ArenaReady: d.restored,
 		Engine: d.engine, Tenants: d.tenants, Stack: d.stack, Server: d.server,
-		Lookups: d.lookups, Arena: d.arena, DAX: d.onDAX, Peers: d.peers, Hosts: d.hosts,
+		Lookups: d.lookups, Arena: d.arena, DAX: d.onDAX, Demand: d.demand,
+		Peers: d.peers, Hosts: d.hosts,
 		Log: d.log,
 	}
 	for i, t := range d.tiers {

@@ -37,7 +37,7 @@ var layers = [][]string{
 		"sidecar/vllm",     // vLLM's hashes
 		"sidecar/systemd",  // the service manager
 		"internal/lmcache", // the converter of configurations imports nothing of ours
-		"internal/fakedax", "internal/frame", "internal/freeport", "internal/invariants", "internal/leak", "internal/lint",
+		"internal/fakedax", "internal/frame", "internal/recording", "internal/freeport", "internal/invariants", "internal/leak", "internal/lint",
 		"internal/bench", "internal/bench/zmqecho",
 	},
 	{
@@ -51,8 +51,8 @@ var layers = [][]string{
 		"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes", "internal/simulate",
 		"internal/bench/copypool",
 	},
-	{"tiers/slab", "tiers/directory", "tiers/stack", "tiers/peer", "sidecar/settings", "internal/bench/hitplot"},
-	{"tiers/daxtier", "connector"},
+	{"internal/demand", "tiers/slab", "tiers/directory", "tiers/stack", "tiers/peer", "internal/bench/hitplot"},
+	{"tiers/daxtier", "connector", "sidecar/settings"},
 	{"sidecar/arena"},
 	{"sidecar/admin"},
 	{

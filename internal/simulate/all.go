@@ -5,15 +5,15 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
-
-	"lookaside/tiers/policy"
 )
 
-// Plan describes a simulation: each policy on each trace at each capacity.
+// Plan describes a simulation: each policy on each trace with each tier at each capacity.
 type Plan struct {
 	Traces     []*Trace
 	Policies   []string
-	Capacities []int // blocks
+	Capacities []int // chunks; of a trace without chunks: blocks
+	Tiers      []int // likewise, of a tier below; 0 is none, and so is an empty list
+	OnEviction bool  // see Setup
 	Seed       uint64
 	// Progress, if not nil, is called now and then with the part of the work that is done, from 0
 	// to 1. Any goroutine may call it.
@@ -21,14 +21,18 @@ type Plan struct {
 }
 
 // Run runs the plan on all cores. The results are in the plan's order: by trace, then policy, then
-// capacity. The first error ends it.
+// tier, then capacity. The first error ends it.
 func (p Plan) Run(ctx context.Context) ([]Result, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	results := make([]Result, len(p.Traces)*len(p.Policies)*len(p.Capacities))
+	if len(p.Tiers) == 0 {
+		p.Tiers = []int{0}
+	}
+	each := len(p.Policies) * len(p.Tiers) * len(p.Capacities) // of a trace
+	results := make([]Result, len(p.Traces)*each)
 	total := 0
 	for _, t := range p.Traces {
-		total += t.Requests() * len(p.Policies) * len(p.Capacities)
+		total += t.Requests() * each
 	}
 	var done, next atomic.Int64
 	progress := func(requests int) {
@@ -44,13 +48,12 @@ func (p Plan) Run(ctx context.Context) ([]Result, error) {
 				if i >= len(results) {
 					return
 				}
-				capacity := p.Capacities[i%len(p.Capacities)]
-				name := p.Policies[i/len(p.Capacities)%len(p.Policies)]
-				trace := p.Traces[i/len(p.Capacities)/len(p.Policies)]
-				order, err := policy.New(name, policy.Options{Seed: p.Seed})
-				if err == nil {
-					results[i], err = Run(ctx, trace, order, capacity, progress)
-				}
+				n := len(p.Capacities)
+				how := Setup{Capacity: p.Capacities[i%n], Tier: p.Tiers[i/n%len(p.Tiers)],
+					Policy: p.Policies[i/n/len(p.Tiers)%len(p.Policies)], Seed: p.Seed,
+					OnEviction: p.OnEviction}
+				var err error
+				results[i], err = Run(ctx, p.Traces[i/each], how, progress)
 				if err != nil {
 					cancel(err)
 				}

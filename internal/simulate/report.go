@@ -8,7 +8,7 @@ import (
 // A Report holds the results of a plan as `lookaside simulate --format json` prints them.
 type Report struct {
 	Traces  []TraceReport `json:"traces"`
-	Results []Outcome     `json:"results"` // by trace, then policy, then capacity
+	Results []Outcome     `json:"results"` // by trace, then policy, then tier, then capacity
 }
 
 // A TraceReport describes a trace.
@@ -18,26 +18,32 @@ type TraceReport struct {
 	Blocks   int     `json:"blocks"`
 	Distinct int     `json:"distinct_blocks"`
 	Ceiling  float64 `json:"ceiling"` // hit ratio of a cache that never evicts
+	// Recorded is nil for traces that are no recordings.
+	Recorded *Recorded `json:"recorded,omitempty"`
 }
 
-// An Outcome is a result with its ratio.
+// An Outcome is a result with its ratio. Of a recording it has the sizes in bytes as well.
 type Outcome struct {
 	Result
-	Ratio float64 `json:"hit_ratio"`
+	Ratio       float64 `json:"hit_ratio"`
+	MemoryBytes int64   `json:"memory_bytes,omitempty"`
+	TierBytes   int64   `json:"tier_bytes,omitempty"`
 }
 
-// NewReport returns the report of a plan's results.
-func NewReport(plan Plan, results []Result) Report {
-	var report Report
+// Add adds a plan's results to the report.
+func (report *Report) Add(plan Plan, results []Result) {
+	chunk := map[string]int64{}
 	for _, t := range plan.Traces {
 		blocks, distinct := t.Blocks()
 		report.Traces = append(report.Traces, TraceReport{t.Name, t.Requests(), blocks, distinct,
-			t.Ceiling()})
+			t.Ceiling(), t.Recorded()})
+		chunk[t.Name] = t.ChunkBytes()
 	}
 	for _, r := range results {
-		report.Results = append(report.Results, Outcome{r, r.Ratio()})
+		bytes := chunk[r.Trace]
+		report.Results = append(report.Results, Outcome{r, r.Ratio(), int64(r.Capacity) * bytes,
+			int64(r.Tier) * bytes})
 	}
-	return report
 }
 
 // FormatBlocks returns a number of blocks in the form of capacities: 500, 10k, 2.5k, 1m.

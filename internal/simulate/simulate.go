@@ -1,24 +1,28 @@
 // Package simulate replays the requests of a trace through the eviction policies of package policy.
-// The result shows which policy keeps most of what is requested again. It keeps only names: the
-// books of an engine without an engine.
+// The result shows how much of what is requested again each policy keeps, in how much memory. It
+// keeps only names: the books of an engine without an engine.
 package simulate
 
 import (
 	"context"
-	"fmt"
 
 	"lookaside/tiers/policy"
 )
 
-// Result is the result of one policy on one trace at one capacity.
+// Result is the result of one policy on one trace at one capacity. Blocks are the pages of a
+// recording, and a chunk's worth of them is one slot of the capacity.
 type Result struct {
 	Trace    string `json:"trace"`
 	Policy   string `json:"policy"`
-	Capacity int    `json:"capacity"` // blocks
+	Capacity int    `json:"capacity"` // chunks; of a trace without chunks: blocks
 	Requests int    `json:"requests"`
 	Blocks   int    `json:"blocks"` // requested
 	Hits     int    `json:"hits"`   // in the prefix that was held when the request came
 	Evicted  int    `json:"evicted"`
+	// Tier is the capacity of a tier below, 0 for none, and TierHits those of Hits that it had and
+	// the cache above it had not.
+	Tier     int `json:"tier,omitempty"`
+	TierHits int `json:"tier_hits,omitempty"`
 }
 
 // Ratio returns the part of the blocks that hit.
@@ -27,21 +31,44 @@ func (r Result) Ratio() float64 { return float64(r.Hits) / float64(max(r.Blocks,
 // every is how many requests a run handles before it checks ctx and reports progress.
 const every = 1024
 
+// A Setup is a cache and, if there is one, a tier below it. What is evicted or stored above goes to
+// the tier, and what only the tier has comes up when it is requested.
+type Setup struct {
+	Policy   string
+	Seed     uint64
+	Capacity int // chunks
+	Tier     int // chunks; 0: there is none
+	// OnEviction has the tier take chunks when they are evicted above, not when they are stored.
+	OnEviction bool
+}
+
 // Run replays a trace. A request first hits the longest held prefix of its blocks, then stores the
 // rest and evicts where there is no room. Its blocks are leased until it is done. A request that is
 // larger than the cache keeps what fits. progress, if not nil, is called now and then with the
 // number of requests replayed since its last call.
-func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int,
-	progress func(requests int)) (Result, error) {
-	if capacity <= 0 || capacity > policy.SlotMask {
-		return Result{}, fmt.Errorf("capacity of %d blocks: must be 1 to %d", capacity,
-			policy.SlotMask)
+func Run(ctx context.Context, t *Trace, how Setup, progress func(requests int)) (Result, error) {
+	res := Result{Trace: t.Name, Capacity: how.Capacity, Tier: how.Tier, Requests: t.Requests(),
+		Blocks: t.asked}
+	cache, err := how.cache(how.Capacity, t.PagesPerChunk)
+	if err != nil {
+		return Result{}, err
 	}
-	s := newStore(t, p, capacity)
-	res := Result{Trace: t.Name, Policy: p.Name(), Capacity: capacity, Requests: t.Requests(),
-		Blocks: len(t.blocks)}
+	res.Policy = cache.policy.Name()
+	var tier *Cache
+	if how.Tier > 0 {
+		if tier, err = how.cache(how.Tier, t.PagesPerChunk); err != nil {
+			return Result{}, err
+		}
+		if how.OnEviction {
+			cache.onEvict = func(first int, prev uint64, keys []uint64) {
+				tier.Do(&Walk{First: first, Prev: prev, Keys: keys, From: len(keys),
+					Insert: len(keys)})
+			}
+		}
+	}
 	told := 0
-	for i := range t.ends {
+	var w Walk
+	for i := range t.requests {
 		if i%every == 0 && i > 0 {
 			if err := ctx.Err(); err != nil {
 				return res, err
@@ -51,123 +78,50 @@ func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int,
 				told = i
 			}
 		}
-		res.Hits += s.request(t.request(i))
+		t.walk(i, &w)
+		asked, hits := len(w.Keys)-w.From, 0
+		if tier == nil {
+			_, hits = cache.Do(&w)
+		} else {
+			var below int
+			hits, below = both(cache, tier, w, how.OnEviction)
+			res.TierHits += below
+		}
+		res.Hits += min(hits, asked)
 	}
 	if progress != nil {
 		progress(t.Requests() - told)
 	}
-	res.Evicted = s.evicted
+	res.Evicted = cache.Evicted()
 	return res, nil
 }
 
-// store is the engine that a policy sees: which blocks are resident, which block continues which,
-// and what is leased.
-type store struct {
-	t       *Trace
-	p       policy.Policy
-	at      []uint32 // by block: the ref of its slot, 0 if not resident
-	slots   []resident
-	free    []uint32
-	evicted int
-	due     int // blocks since the policy's last Work
+func (s Setup) cache(slots, ppc int) (*Cache, error) {
+	order, err := policy.New(s.Policy, policy.Options{Seed: s.Seed})
+	if err != nil {
+		return nil, err
+	}
+	return NewCache(order, slots, ppc)
 }
 
-// workSteps is the size of one Work, and the number of blocks between two, as in the engine.
-const workSteps = 32
-
-type resident struct {
-	block    uint32
-	children uint32
-	leased   bool
-}
-
-func newStore(t *Trace, p policy.Policy, capacity int) *store {
-	s := &store{t: t, p: p, at: make([]uint32, len(t.parent)), slots: make([]resident, capacity),
-		free: make([]uint32, capacity)}
-	for i := range s.free {
-		s.free[i] = region<<policy.SlotBits | uint32(capacity-1-i)
+// both does a request in a cache with a tier below, and returns how many pages hit, and how many of
+// them only the tier had.
+func both(cache, tier *Cache, w Walk, onEviction bool) (hits, below int) {
+	looked := w.Keys[w.From:]
+	held := cache.Held(looked)
+	if len(looked) > held {
+		below = tier.Held(looked[held:])
 	}
-	p.Grow(region, capacity)
-	return s
-}
-
-// region is the number of the only region.
-const region = 1
-
-func (s *store) slot(ref uint32) *resident { return &s.slots[ref&policy.SlotMask] }
-
-// key returns a policy's key for a block. It is never 0.
-func key(block uint32) uint64 { return (uint64(block) + 1) * 0x9E3779B97F4A7C15 }
-
-// request replays one request and returns the blocks that hit.
-func (s *store) request(blocks []uint32) (hits int) {
-	for _, b := range blocks {
-		at := s.at[b]
-		if at == 0 {
-			break
-		}
-		s.p.Use(at)
-		s.p.Hold(at)
-		s.slot(at).leased = true
-		hits++
+	// What the tier has comes up, and is used there.
+	w.Insert = max(w.Insert, w.From+held+below)
+	if !onEviction {
+		lower := w
+		lower.From = w.From + held
+		tier.Do(&lower)
+	} else if below > 0 {
+		tier.Do(&Walk{First: w.First, Prev: w.Prev, Keys: w.Keys[:w.From+held+below],
+			From: w.From + held})
 	}
-	held := hits
-	for _, b := range blocks[hits:] {
-		slot, ok := s.room()
-		if !ok {
-			break
-		}
-		parent := uint32(0)
-		if up := s.t.parent[b]; up >= 0 {
-			parent = s.at[up]
-			s.slot(parent).children++
-		}
-		*s.slot(slot) = resident{block: b, leased: true}
-		s.at[b] = slot
-		s.p.Enter(slot, key(b), parent, 0)
-		held++
-	}
-	for i := held - 1; i >= 0; i-- {
-		slot := s.at[blocks[i]]
-		r := s.slot(slot)
-		r.leased = false
-		if r.children == 0 {
-			s.p.Offer(slot)
-		}
-	}
-	if s.due += len(blocks); s.due >= workSteps {
-		s.due = 0
-		s.p.Work(workSteps)
-	}
-	return hits
-}
-
-// room returns a free slot. If there is none, it evicts.
-func (s *store) room() (slot uint32, ok bool) {
-	if n := len(s.free); n > 0 {
-		slot = s.free[n-1]
-		s.free = s.free[:n-1]
-		return slot, true
-	}
-	slot, ok = s.p.Victim(0)
-	if !ok {
-		return 0, false
-	}
-	b := s.slot(slot).block
-	up := s.t.parent[b]
-	if up >= 0 {
-		s.p.Inherit(s.at[up], slot)
-	}
-	s.p.Leave(slot, true)
-	s.at[b] = 0
-	s.evicted++
-	if up >= 0 {
-		above := s.at[up]
-		r := s.slot(above)
-		r.children--
-		if r.children == 0 && !r.leased {
-			s.p.Offer(above)
-		}
-	}
-	return slot, true
+	cache.Do(&w)
+	return held + below, below
 }

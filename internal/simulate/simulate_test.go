@@ -60,7 +60,7 @@ func plainLRU(t *Trace, capacity int) (hits int) {
 	last := map[uint32]int{}
 	children := map[uint32]int{}
 	now := 0
-	for i := range t.ends {
+	for i := range t.requests {
 		blocks := t.request(i)
 		leased := map[uint32]bool{}
 		n := 0
@@ -102,8 +102,7 @@ func TestAgainstPlainLRU(t *testing.T) {
 	for seed := range uint64(3) {
 		for _, trace := range workloads(seed, 40) {
 			for _, capacity := range []int{1, 30, 200, 1 << 15} {
-				p, _ := policy.New("lru", policy.Options{})
-				r, err := Run(context.Background(), trace, p, capacity, nil)
+				r, err := Run(context.Background(), trace, Setup{Policy: "lru", Capacity: capacity}, nil)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -169,8 +168,8 @@ func TestPlan(t *testing.T) {
 	}
 	for i, r := range results {
 		trace := plan.Traces[i/4]
-		p, _ := policy.New(plan.Policies[i/2%2], policy.Options{Seed: plan.Seed})
-		want, err := Run(context.Background(), trace, p, plan.Capacities[i%2], nil)
+		want, err := Run(context.Background(), trace, Setup{Policy: plan.Policies[i/2%2],
+			Seed: plan.Seed, Capacity: plan.Capacities[i%2]}, nil)
 		if err != nil || r != want {
 			t.Errorf("result %d: %+v, want %+v, %v", i, r, want, err)
 		}
@@ -205,8 +204,8 @@ func FuzzRead(f *testing.F) {
 		if err != nil {
 			return
 		}
-		p, _ := policy.New("", policy.Options{})
-		if _, err := Run(context.Background(), trace, p, 3, nil); err != nil {
+		how := Setup{Capacity: 3, Tier: 5}
+		if _, err := Run(context.Background(), trace, how, nil); err != nil {
 			t.Fatal(err)
 		}
 	})

@@ -19,34 +19,85 @@ const MaxBlocks = 1 << 28
 
 // Trace is a sequence of requests, each a path in the tree of prefixes. Blocks are numbered from 0
 // in the order of their first appearance, so a block's prefix has a smaller number than the block.
+// In a recording they are pages, and a request may also be of pages that are stored.
 type Trace struct {
-	Name   string
-	parent []int32  // by block: the block that it continues, -1 for none
-	blocks []uint32 // of all requests end to end
-	ends   []int    // by request: where its blocks end
+	Name          string
+	PagesPerChunk int   // 1 unless it is a recording
+	PageBytes     int64 // of a recording, else 0
+	PageTokens    int   // likewise
+
+	// What was recorded, and what the sidecar counted meanwhile: see Recorded.
+	recorded Recorded
+
+	parent   []int32  // by block: the block that it continues, -1 for none or not known
+	blocks   []uint32 // of all requests end to end
+	requests []request
+	asked    int // blocks looked up
+}
+
+// request is a run of blocks from a page on.
+type request struct {
+	end    int    // where its blocks end; they begin where those of the one before end
+	first  uint32 // the number of the first page in its prefix
+	prev   int32  // the block before the first, -1 for none or not known
+	insert uint32 // so many are stored if they are not held
+	stored bool   // they are stored, not looked up
 }
 
 // Requests returns the number of requests.
-func (t *Trace) Requests() int { return len(t.ends) }
+func (t *Trace) Requests() int { return len(t.requests) }
 
-// Blocks returns the number of blocks of all requests, and the number of distinct ones.
-func (t *Trace) Blocks() (all, distinct int) { return len(t.blocks), len(t.parent) }
+// Blocks returns the number of blocks that were looked up, and the number of distinct ones.
+func (t *Trace) Blocks() (asked, distinct int) { return t.asked, len(t.parent) }
 
 // Ceiling returns the hit ratio of a cache that never evicts.
 func (t *Trace) Ceiling() float64 {
-	if len(t.blocks) == 0 {
+	if t.asked == 0 {
 		return 0
 	}
-	return float64(len(t.blocks)-len(t.parent)) / float64(len(t.blocks))
+	held := make([]bool, len(t.parent))
+	hits := 0
+	for i := range t.requests {
+		r, blocks := &t.requests[i], t.request(i)
+		if !r.stored {
+			n := 0
+			for n < len(blocks) && held[blocks[n]] {
+				n++
+			}
+			hits += n
+		}
+		for _, b := range blocks[:r.insert] {
+			held[b] = true
+		}
+	}
+	return float64(hits) / float64(t.asked)
 }
 
 // request returns the blocks of a request.
 func (t *Trace) request(i int) []uint32 {
 	from := 0
 	if i > 0 {
-		from = t.ends[i-1]
+		from = t.requests[i-1].end
 	}
-	return t.blocks[from:t.ends[i]]
+	return t.blocks[from:t.requests[i].end]
+}
+
+// key returns the key of a block. It is never 0.
+func key(block uint32) uint64 { return (uint64(block) + 1) * 0x9E3779B97F4A7C15 }
+
+// walk makes w what a request asks of a cache.
+func (t *Trace) walk(i int, w *Walk) {
+	r := &t.requests[i]
+	*w = Walk{First: int(r.first), Keys: w.Keys[:0], Insert: int(r.insert)}
+	if r.prev >= 0 {
+		w.Prev = key(uint32(r.prev))
+	}
+	for _, b := range t.request(i) {
+		w.Keys = append(w.Keys, key(b))
+	}
+	if r.stored {
+		w.From = len(w.Keys)
+	}
 }
 
 // A Builder makes a Trace request by request.
@@ -62,7 +113,7 @@ type edge struct {
 
 // NewBuilder begins a trace.
 func NewBuilder(name string) *Builder {
-	return &Builder{t: Trace{Name: name}, tree: map[edge]uint32{}}
+	return &Builder{t: Trace{Name: name, PagesPerChunk: 1}, tree: map[edge]uint32{}}
 }
 
 // Add appends a request for the blocks with the given ids, first to last. A block is identified by
@@ -83,7 +134,9 @@ func (b *Builder) Add(ids []uint64) error {
 		b.t.blocks = append(b.t.blocks, n)
 		parent = int32(n)
 	}
-	b.t.ends = append(b.t.ends, len(b.t.blocks))
+	b.t.asked += len(ids)
+	b.t.requests = append(b.t.requests, request{end: len(b.t.blocks), prev: -1,
+		insert: uint32(len(ids))})
 	return nil
 }
 

@@ -63,18 +63,24 @@ func (c *Client) do(ctx context.Context, method, path string, body []byte, out a
 		return c.unreached(err)
 	}
 	defer resp.Body.Close()
-	answer := json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes))
 	if resp.StatusCode != http.StatusOK {
-		var e APIError
-		if answer.Decode(&e) != nil || e.Message == "" {
-			return fmt.Errorf("%s: %s: %s", c.dir, path, resp.Status)
-		}
-		return fmt.Errorf("%s (%s): %s", e.Message, resp.Status, e.Fix)
+		return c.refused(path, resp)
 	}
+	answer := json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes))
 	if err := answer.Decode(out); err != nil {
 		return fmt.Errorf("%s: %s: %w", c.dir, path, err)
 	}
 	return nil
+}
+
+// refused returns the error that a response describes.
+func (c *Client) refused(path string, resp *http.Response) error {
+	var e APIError
+	if json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes)).Decode(&e) != nil ||
+		e.Message == "" {
+		return fmt.Errorf("%s: %s: %s", c.dir, path, resp.Status)
+	}
+	return fmt.Errorf("%s (%s): %s", e.Message, resp.Status, e.Fix)
 }
 
 // An unreachedError describes a cause. Its text replaces that of the cause.

@@ -183,6 +183,20 @@ var collected = []struct {
 		[]string{"reason"}},
 	{"lookaside_evictions_total",
 		"Chunks that left the arena, by why: room (chosen by arena.eviction), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
+	{"lookaside_residence_seconds",
+		"Time that chunks were in the arena before they were evicted for room.", nil},
+	{"lookaside_reuse_seconds",
+		"Time from one use of a chunk to its next lookup. From a sample of the chunks.", nil},
+	{"lookaside_reuse_distance_bytes",
+		"Bytes of different chunks used from one use of a chunk to its next lookup: an LRU cache of that size would just hit. From a sample of the chunks.", nil},
+	{"lookaside_first_use_chunks_total",
+		"Chunks looked up that had been neither looked up nor stored before. From a sample of the chunks.", nil},
+	{"lookaside_curve_asked_pages_total",
+		"Pages looked up, for which arenas of other sizes are simulated.", nil},
+	{"lookaside_curve_missed_pages_total",
+		"Pages looked up that an arena of another size would not have held, by the size in arenas. 1 less its part of lookaside_curve_asked_pages_total is the hit ratio of that size.", []string{"size"}},
+	{"lookaside_demand_dropped_requests_total",
+		"Lookups and stores that were neither watched for the curve nor recorded, because there was no time for them.", nil},
 	{"lookaside_tenant_asked_tokens_total",
 		"Tokens that lookups of a tenant asked for. There are series of tenants only if a request has had a name, or somebody has a share; their number is bounded by tenants.max.",
 		[]string{"tenant"}},
@@ -420,6 +434,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		count("lookaside_sessions_refused_total", v, code)
 	}
 	gauge("lookaside_spaces", float64(len(st.Spaces)))
+	c.collectDemand(ch, count)
 	differ := map[string]map[string]bool{}
 	for _, u := range st.Unshared {
 		for _, c := range u.Causes {

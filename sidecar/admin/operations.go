@@ -14,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/connector"
+	"lookaside/internal/demand"
 	"lookaside/ipc"
 	"lookaside/ipc/hosts"
 	"lookaside/sidecar/arena"
@@ -46,6 +47,7 @@ type Parts struct {
 	ArenaReady <-chan struct{} // closed once the arena has its first memory
 
 	Engine   *engine.Engine
+	Demand   *demand.Demand // nil: nothing is watched
 	Tenants  *tenant.Registry
 	Stack    *stack.Stack
 	Server   *connector.Server
@@ -66,6 +68,8 @@ type Operations struct {
 	rates   rates
 	changes changes
 	mapped  mapped
+
+	recordings recordings
 }
 
 // New returns the operations on the given parts.

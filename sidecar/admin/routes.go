@@ -153,6 +153,13 @@ func (a *api) registerTexts(metrics http.Handler, profiles bool) {
 		_, _ = w.Write(b) // the client may have left
 	})
 	document(text(a.get("/openapi.json", "openapi", "This document"), "application/json"))
+	a.mux.HandleFunc("GET /v1/record", a.o.record)
+	recording := text(a.get("/v1/record", "record",
+		"Record the requests until /v1/record/stop: a stream in the form of docs/traces.md"),
+		"application/octet-stream")
+	recording.Responses["200"].Headers = map[string]*huma.Param{RecordingHeader: {
+		Description: "The recording's number.", Schema: &huma.Schema{Type: huma.TypeString}}}
+	document(recording)
 	if profiles {
 		for _, p := range profileRoutes {
 			a.mux.HandleFunc("GET "+p.path, p.serve)
@@ -196,6 +203,8 @@ func (a *api) registerOperations() {
 		a.o.NameWeights)
 	registerOperation(a, a.post("/v1/why", "why",
 		"Say why a request's lookups ended where they did, or why a prefix does now"), a.o.Why)
+	registerOperation(a, a.post("/v1/record/stop", "stop-recording", "End a recording"),
+		a.o.StopRecording)
 	registerOperation(a, a.post("/v1/move", "move",
 		"Move or copy a prefix from one tier to another"), a.o.Move)
 }

@@ -53,6 +53,7 @@ type Status struct {
 	Hosts          HostsStatus        `json:"hosts"`
 	LoadedRatio    float64            `json:"loaded_ratio" doc:"Tokens loaded of those asked for, since the start; 0 if there were none."`
 	LastMinute     LastMinute         `json:"last_minute"`
+	Demand         DemandStatus       `json:"demand" doc:"What clients ask for, and what an arena of another size would do for them."`
 	// Limited counts lookups and stores cut short by the share or the leases of their session.
 	Limited   uint64            `json:"limited"`
 	Evictions map[string]uint64 `json:"evictions"` // chunks, by cause
@@ -230,6 +231,7 @@ func (o *Operations) Status() Status {
 		st.State = stateDraining
 	}
 	st.LoadedRatio = c.Counters.Tokens.LoadedRatio()
+	st.Demand = o.demandStatus()
 	st.LastMinute = o.rates.last(time.Now(), c.Counters)
 	for _, u := range o.Server.Unshared() {
 		st.Unshared = append(st.Unshared, UnsharedStatus{u.Ours.Short(), u.Theirs.Short(), u.Whose,
@@ -326,10 +328,12 @@ func (st Status) WriteTable(w io.Writer) error {
 	}
 	row("under way", "%d stores, %d loads", st.StoresInFlight, st.LoadsInFlight)
 	row("evictions", "%s", counts(st.Evictions))
+	st.Demand.write(row)
 	row("errors", "%s", counts(n.Errors))
 	if err := tw.Flush(); err != nil {
 		return err
 	}
+	st.Demand.writeCurve(tw)
 	if a.DAX != nil && len(a.DAX.Devices) > 0 {
 		fmt.Fprintln(tw)
 		writeArenaDevices(tw, a.DAX.Devices)

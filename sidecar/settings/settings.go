@@ -29,6 +29,7 @@ type Config struct {
 	Sessions  SessionsConfig
 	Spaces    SpacesConfig
 	Hints     HintsConfig
+	Demand    DemandConfig
 	Tenants   TenantsConfig
 	LMCache   LMCacheConfig
 	Events    EventsConfig
@@ -69,8 +70,8 @@ func (s Setting) Flag() string {
 func All() []Setting { return slices.Clone(settings) }
 
 var settings = slices.Concat(runtimeSettings, arenaSettings, lookupSettings, cascadeSettings,
-	sessionsSettings, spacesSettings, hintsSettings, tenantsSettings, lmcacheSettings,
-	eventsSettings, peersSettings, hostsSettings, adminSettings, logSettings,
+	demandSettings, sessionsSettings, spacesSettings, hintsSettings, tenantsSettings,
+	lmcacheSettings, eventsSettings, peersSettings, hostsSettings, adminSettings, logSettings,
 	lifecycleSettings)
 
 // Defaults returns the configuration of an empty file, environment and command line.

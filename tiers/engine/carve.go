@@ -74,7 +74,7 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 		ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk),
 		words: c.geometry.DigestBytes / 8,
 		slots: m.slots, kin: m.kin, digests: m.digests, links: m.links.Slice(), routes: m.routes,
-		places: m.places, tenants: m.tenants, kinds: m.kinds,
+		places: m.places, tenants: m.tenants, kinds: m.kinds, born: m.born,
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m, foreign: c.isForeign,
 	}
 	c.policy.Grow(r.num, slots)
@@ -189,6 +189,7 @@ type carved struct {
 	digests []uint64 // nil: a slot has one page
 	tenants []tenant.ID
 	kinds   []kind
+	born    []uint32
 	routes  []route // nil: not wanted
 	places  []place // likewise
 	// by record; hardly any are ever written, so they take no huge pages of the block
@@ -226,7 +227,8 @@ type tableSpec struct {
 
 func (t *tableSpec) bytes() int {
 	n := dax.CutBytes[slot](t.slots) + dax.CutBytes[kin](t.slots) + dax.CutBytes[uint64](
-		t.digests()) + dax.CutBytes[tenant.ID](t.slots) + dax.CutBytes[kind](t.slots)
+		t.digests()) + dax.CutBytes[tenant.ID](t.slots) + dax.CutBytes[kind](t.slots) +
+		dax.CutBytes[uint32](t.slots)
 	if t.routes {
 		n += dax.CutBytes[route](t.slots)
 	}
@@ -268,6 +270,7 @@ func makeCarved(block *tableBlock, spec tableSpec) (_ *carved, err error) {
 	c.kin, left = dax.Cut[kin](left, spec.slots)
 	c.tenants, left = dax.Cut[tenant.ID](left, spec.slots)
 	c.kinds, left = dax.Cut[kind](left, spec.slots)
+	c.born, left = dax.Cut[uint32](left, spec.slots)
 	if spec.ppc > 1 {
 		c.digests, left = dax.Cut[uint64](left, spec.digests())
 	}

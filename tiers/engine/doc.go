@@ -167,6 +167,7 @@
 //	drain.go, moves.go               out of a region
 //	keep.go, handover.go             what is written down for another run, and handed over to it
 //	restore*.go, verify.go           what another run has left; patrol.go looks at it later
-//	journal.go, stats.go             what followers and operators learn
+//	journal.go, stats.go,            what followers and operators learn
+//	residence.go
 //	why.go                           why a page is not held
 package engine

@@ -54,8 +54,9 @@ type Engine struct {
 	journal  journal
 	staging  staging // what EndRestore has yet to make ready
 
-	stats   Counters
-	scratch scratch
+	stats     Counters
+	residence residence
+	scratch   scratch
 
 	newPolicy func(foreign bool) policy.Policy
 	taker     why.By     // who the room is for that is being made
@@ -150,6 +151,7 @@ func (e *Engine) Expire() (n int) {
 	}
 	now := e.cfg.Now()
 	e.aged.note(now, e.tick)
+	e.residence.now = residenceTime(now)
 	for e.leases.expiry.first != nil && e.leases.expiry.first.lookup.deadline <= now {
 		e.endLease(e.leases.expiry.first)
 		n++

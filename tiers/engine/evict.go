@@ -109,6 +109,7 @@ func (e *Engine) expel(ref uint32) {
 	} else {
 		e.stats.Evictions++
 		e.stats.EvictedPages += uint64(s.pages)
+		e.residence.note(r.born[ref&recordMask])
 		e.row(r.tenants[ref&recordMask]).evicted++
 	}
 	e.leave(ref, why.Evicted)

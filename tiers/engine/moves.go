@@ -203,6 +203,7 @@ func (e *Engine) relocate(from, to uint32) {
 	rt.filled()
 	rt.lease()
 	rt.lastUse = max(rt.lastUse, s.stamp)
+	rt.born[to&recordMask] = r.born[from&recordMask]
 	s.flags |= moved
 
 	// In the index the new slot is first, and the old one comes after it.

@@ -68,6 +68,7 @@ type region struct {
 	places  []place     // by slot, of a foreign region
 	tenants []tenant.ID // by slot; of a free one it means nothing
 	kinds   []kind      // by slot; plain unless it is ready
+	born    []uint32    // by slot: when a ready one became so, by coarse; residence.go
 
 	mem *carved // what the slices lie in
 }

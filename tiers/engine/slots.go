@@ -197,6 +197,7 @@ func (e *Engine) register(ref uint32) {
 	r.class.policy.Enter(ref, sp.key(r.digest(ref&recordMask, pos)), e.heldParent(ref),
 		groupOf(e.orderOf(r, ref), 0))
 	s.stamp, r.lastUse = e.tick, e.tick
+	r.born[ref&recordMask] = e.residence.now
 }
 
 // pin takes a lease on a ready slot. The policy learns of the use when the lease ends: the slot

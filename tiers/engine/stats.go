@@ -110,7 +110,7 @@ func (e *Engine) Stats() Stats {
 			continue
 		}
 		n := len(r.slots)
-		st.MetadataBytes += int64(n)*(64+20+16+4+2) + int64(n*(r.ppc-1))*int64(8*r.words) +
+		st.MetadataBytes += int64(n)*(64+20+16+4+4+2) + int64(n*(r.ppc-1))*int64(8*r.words) +
 			int64(n*r.ppc)*8
 		if r.foreign {
 			st.ForeignSlots += n

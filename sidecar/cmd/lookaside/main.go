@@ -60,7 +60,7 @@ func newRoot() *cobra.Command {
 	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newWhy(),
 		newPrefetch(),
 		newPin(), newUnpin(), newWeights(), newClear(), newMove(), newCheck(), newConfig(),
-		newDAX(), newDoctor(), newSimulate(), newVersion())
+		newDAX(), newDoctor(), newRecord(), newSimulate(), newVersion())
 	return root
 }
 

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -19,79 +20,240 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"lookaside/internal/bytesize"
+	"lookaside/internal/recording"
 	"lookaside/internal/simulate"
 	"lookaside/tiers/policy"
 )
 
 func newSimulate() *cobra.Command {
-	var (
-		capacities, policies []string
-		format               string
-		seed                 uint64
-	)
+	var o simulation
 	cmd := &cobra.Command{
-		Use:   "simulate TRACE …",
-		Short: "Replay request traces to see how many prefix blocks each eviction policy would hit",
-		Long: `Replay request traces to see how many prefix blocks each eviction policy would hit at which
-capacity.
+		Use:   "simulate FILE …",
+		Short: "Replay recorded requests to see how much memory and which tiers would help",
+		Long: `Replay requests to see how many of their pages an arena of another size would hit, with and without a
+tier below it, or with another order of eviction. A FILE is one of two things; "-" is standard
+input.
 
-A trace is a file of JSON objects, one a line, each with hash_ids: a list of whole numbers, one
-for each block of the request's prompt, where equal beginnings of lists are equal prefixes. This
-is the form in which Mooncake publishes traces; other fields are ignored. "-" is standard input.
-Capacities are in those blocks, with k and m for thousands and millions.
+A recording, as lookaside record makes it. Then the answer is a table: a row for each size of the
+arena (--memory; by default a quarter of what it was to eight times that), and a column for each
+size of a tier below it (--tier; by default none, four and sixteen times the arena). What the tier
+is, a disk or another, does not matter: the table says what would be held, not how fast it comes.
+The tier takes what is stored, or with --admit evicted what leaves the arena, and what only it has
+comes up to the arena when it is asked for. What the sidecar found while it was recorded stands
+above the table: compare it with the row of its size.
 
-The ratio is that of blocks that hit to all blocks: a block hits if it and all before it in its
-request are held. What else a request has is stored after it.`,
+Or a trace of JSON objects, one a line, each with hash_ids: a list of whole numbers, one for each
+block of the request's prompt, where equal beginnings of lists are equal prefixes. This is the form
+in which Mooncake publishes traces; other fields are ignored. Sizes are in those blocks (--capacity,
+with k and m for thousands and millions), and the table compares policies.
+
+The ratio is that of blocks that hit to all blocks that are looked up: a block hits if it and all
+before it in its request are held. Requests are replayed one after another, and shares of sessions
+and tenants, hints and pins do not count.`,
+		Example: `  lookaside record --for 1h requests.lkt
+  lookaside simulate requests.lkt
+  lookaside simulate requests.lkt --memory 32G,64G,128G --tier 0,500G,2T
+  lookaside simulate requests.lkt --policy lru,adaptive
+  lookaside simulate trace.jsonl --capacity 1k,10k,100k --format json`,
 		Args: cobra.MinimumNArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if format != "table" && format != "json" {
-				return fmt.Errorf("--format %s: want table or json", format)
-			}
-			plan := simulate.Plan{Policies: policies, Seed: seed}
-			if slices.Contains(policies, "all") {
-				plan.Policies = policy.Names()
-			}
-			for _, name := range plan.Policies {
-				if _, err := policy.New(name, policy.Options{}); err != nil || name == "" {
-					return fmt.Errorf("--policy: no eviction policy %q: there are %s", name,
-						strings.Join(policy.Names(), ", "))
-				}
-			}
-			for _, text := range capacities {
-				n, err := parseBlocks(text)
-				if err != nil {
-					return fmt.Errorf("--capacity: %w", err)
-				}
-				plan.Capacities = append(plan.Capacities, n)
-			}
-			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
-			defer stop()
-			var err error
-			if plan.Traces, err = readTraces(args, cmd.InOrStdin()); err != nil {
-				return err
-			}
-			plan.Progress = progressTo(cmd.ErrOrStderr(), 5*time.Second)
-			results, err := plan.Run(ctx)
-			if errors.Is(err, context.Canceled) {
-				return errors.New("interrupted")
-			} else if err != nil {
-				return err
-			}
-			if format == "json" {
-				return printJSON(cmd.OutOrStdout(), simulate.NewReport(plan, results))
-			}
-			return simulateTable(cmd.OutOrStdout(), plan, results)
-		},
+		RunE: o.run,
 	}
 	f := cmd.Flags()
-	f.StringSliceVar(&capacities, "capacity", []string{"500", "1k", "2k", "5k", "10k", "20k", "30k",
-		"50k"}, "capacities in blocks")
-	f.StringSliceVar(&policies, "policy", []string{"all"}, "policies: "+strings.Join(policy.Names(),
-		", ")+", or all")
-	f.StringVar(&format, "format", "table", "what to print: table or json")
-	f.Uint64Var(&seed, "seed", 1, "seed of the policies' hash functions and samples")
+	f.StringSliceVar(&o.memory, "memory", nil,
+		"of a recording: sizes of the arena, such as 32G (default: 1/4 to 8 times the recorded one)")
+	f.StringSliceVar(&o.tiers, "tier", nil,
+		"of a recording: sizes of a tier below, 0 for none (default: 0, 4 and 16 times the arena)")
+	f.StringVar(&o.admit, "admit", "stored",
+		"what the tier takes: what is stored, or what is evicted above it")
+	f.StringSliceVar(&o.capacities, "capacity", []string{"500", "1k", "2k", "5k", "10k", "20k",
+		"30k", "50k"}, "of other traces: capacities in blocks")
+	f.StringSliceVar(&o.policies, "policy", nil, "policies: "+strings.Join(policy.Names(),
+		", ")+", or all (default: "+policy.Default+" for recordings, all for other traces)")
+	f.StringVar(&o.format, "format", "table", "what to print: table or json")
+	f.Uint64Var(&o.seed, "seed", 1, "seed of the policies' hash functions and samples")
 	return cmd
 }
+
+// simulation is the flags of the command.
+type simulation struct {
+	memory, tiers, capacities, policies []string
+	admit, format                       string
+	seed                                uint64
+}
+
+// run is the command.
+func (o *simulation) run(cmd *cobra.Command, args []string) error {
+	if o.format != "table" && o.format != "json" {
+		return fmt.Errorf("--format %s: want table or json", o.format)
+	}
+	if o.admit != "stored" && o.admit != "evicted" {
+		return fmt.Errorf("--admit %s: want stored or evicted", o.admit)
+	}
+	for _, name := range o.policies {
+		if _, err := policy.New(name, policy.Options{}); name != "all" && (err != nil ||
+			name == "") {
+			return fmt.Errorf("--policy: no eviction policy %q: there are %s", name,
+				strings.Join(policy.Names(), ", "))
+		}
+	}
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	var capacities []int
+	for _, text := range o.capacities {
+		n, err := parseBlocks(text)
+		if err != nil {
+			return fmt.Errorf("--capacity: %w", err)
+		}
+		capacities = append(capacities, n)
+	}
+	memory, err := parseSizes("--memory", o.memory, 1)
+	if err != nil {
+		return err
+	}
+	tiers, err := parseSizes("--tier", o.tiers, 0)
+	if err != nil {
+		return err
+	}
+	traces, err := readTraces(args, cmd.InOrStdin())
+	if err != nil {
+		return err
+	}
+	blocks := simulate.Plan{Policies: o.named(policy.Names()), Seed: o.seed, Capacities: capacities}
+	var plans []simulate.Plan
+	for _, t := range traces {
+		r := t.Recorded()
+		if r == nil {
+			blocks.Traces = append(blocks.Traces, t)
+			continue
+		}
+		plan := simulate.Plan{Traces: []*simulate.Trace{t}, Seed: o.seed,
+			Policies: o.named([]string{policy.Default}), OnEviction: o.admit == "evicted",
+			Capacities: t.Slots(memory), Tiers: t.Slots(tiers)}
+		if len(memory) == 0 {
+			a := r.ArenaBytes
+			plan.Capacities = t.Slots([]int64{a / 4, a / 2, a, 2 * a, 4 * a, 8 * a})
+		}
+		if len(tiers) == 0 {
+			plan.Tiers = t.Slots([]int64{0, 4 * r.ArenaBytes, 16 * r.ArenaBytes})
+		}
+		plans = append(plans, plan)
+	}
+	if len(blocks.Traces) > 0 {
+		if len(o.memory)+len(o.tiers) > 0 {
+			return fmt.Errorf("%s is no recording, so its blocks have no size: use --capacity instead of --memory and --tier", blocks.Traces[0].Name)
+		}
+		plans = append(plans, blocks)
+	}
+	report := simulate.Report{}
+	for i, plan := range plans {
+		plan.Progress = progressTo(cmd.ErrOrStderr(), 5*time.Second)
+		results, err := plan.Run(ctx)
+		if errors.Is(err, context.Canceled) {
+			return errors.New("interrupted")
+		} else if err != nil {
+			return err
+		}
+		switch out := cmd.OutOrStdout(); {
+		case o.format == "json":
+			report.Add(plan, results)
+		case plan.Traces[0].Recorded() != nil:
+			if i > 0 {
+				fmt.Fprintln(out)
+			}
+			err = recordingTable(out, plan, results)
+		default:
+			if i > 0 {
+				fmt.Fprintln(out)
+			}
+			err = simulateTable(out, plan, results)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	if o.format == "json" {
+		return printJSON(cmd.OutOrStdout(), report)
+	}
+	return nil
+}
+
+// named returns the policies that the flag names.
+func (o *simulation) named(otherwise []string) []string {
+	switch {
+	case len(o.policies) == 0:
+		return otherwise
+	case slices.Contains(o.policies, "all"):
+		return policy.Names()
+	}
+	return o.policies
+}
+
+// parseSizes parses sizes in bytes of at least least.
+func parseSizes(flag string, texts []string, least int64) (sizes []int64, err error) {
+	for _, text := range texts {
+		n, err := int64(0), error(nil)
+		if text != "0" {
+			n, err = bytesize.Parse(text)
+		}
+		if err != nil || n < least {
+			return nil, fmt.Errorf("%s %s: want a size such as 64G", flag, text)
+		}
+		sizes = append(sizes, n)
+	}
+	return sizes, nil
+}
+
+// recordingTable prints a table of a recording for each policy.
+func recordingTable(w io.Writer, plan simulate.Plan, results []simulate.Result) error {
+	t := plan.Traces[0]
+	r := t.Recorded()
+	asked, distinct := t.Blocks()
+	size := func(slots int) string { return bytesize.Format(int64(slots) * t.ChunkBytes()) }
+	fmt.Fprintf(w, "%s: %d lookups and %d stores in %s; %d pages of %s and %d tokens were looked up, %d are distinct\n",
+		t.Name, r.Lookups, r.Stores, time.Duration(r.Seconds*float64(time.Second)).Round(
+			time.Second), asked, bytesize.Format(r.PageBytes), r.PageTokens, distinct)
+	fmt.Fprintf(w, "the sidecar held %s of them, %s in tiers or at peers, with an arena of %s; one that never evicts would hold %s\n",
+		share(r.HeldPages, asked), share(r.TierPages, asked), bytesize.Format(r.ArenaBytes),
+		fmt.Sprintf("%.1f %%", 100*t.Ceiling()))
+	if r.OtherPages > 0 {
+		fmt.Fprintf(w, "left out: %d pages of other sizes\n", r.OtherPages)
+	}
+	if r.Dropped > 0 {
+		fmt.Fprintf(w, "missing: %d requests that there was no time to record\n", r.Dropped)
+	}
+	if r.Cut {
+		fmt.Fprintln(w, "the end of the recording is missing: its writer was killed, or still writes")
+	}
+	n := len(plan.Capacities)
+	for i, name := range plan.Policies {
+		fmt.Fprintf(w, "\n%s\n", name)
+		table := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
+		fmt.Fprint(table, "arena\t")
+		for _, tier := range plan.Tiers {
+			if tier == 0 {
+				fmt.Fprint(table, "no tier\t")
+			} else {
+				fmt.Fprintf(table, "tier of %s\t", size(tier))
+			}
+		}
+		fmt.Fprintln(table)
+		for j, slots := range plan.Capacities {
+			fmt.Fprintf(table, "%s\t", size(slots))
+			for k := range plan.Tiers {
+				res := &results[(i*len(plan.Tiers)+k)*n+j]
+				fmt.Fprintf(table, "%.1f %%\t", 100*res.Ratio())
+			}
+			fmt.Fprintln(table)
+		}
+		if err := table.Flush(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func share(n, of int) string { return fmt.Sprintf("%.1f %%", 100*float64(n)/float64(max(of, 1))) }
 
 // parseBlocks parses a capacity: 500, 10k, 2.5k, 1m.
 func parseBlocks(text string) (int, error) {
@@ -120,7 +282,7 @@ func readTraces(paths []string, stdin io.Reader) ([]*simulate.Trace, error) {
 	for i, path := range paths {
 		wg.Go(func() {
 			if path == "-" {
-				traces[i], errs[i] = simulate.Read("standard input", stdin)
+				traces[i], errs[i] = readTrace("standard input", stdin)
 				return
 			}
 			f, err := os.Open(path)
@@ -129,13 +291,22 @@ func readTraces(paths []string, stdin io.Reader) ([]*simulate.Trace, error) {
 				return
 			}
 			defer f.Close()
-			if traces[i], errs[i] = simulate.Read(path, f); errs[i] == nil {
+			if traces[i], errs[i] = readTrace(path, f); errs[i] == nil {
 				traces[i].Name = strings.TrimSuffix(filepath.Base(path), filepath.Ext(path))
 			}
 		})
 	}
 	wg.Wait()
 	return traces, errors.Join(errs...)
+}
+
+// readTrace reads a recording or another trace.
+func readTrace(name string, in io.Reader) (*simulate.Trace, error) {
+	b := bufio.NewReader(in)
+	if begin, _ := b.Peek(8); recording.IsRecording(begin) {
+		return simulate.ReadRecording(name, b)
+	}
+	return simulate.Read(name, b)
 }
 
 // progressTo returns a function that writes a line about long runs, at most one in every interval.
