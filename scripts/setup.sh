@@ -3,7 +3,7 @@
 # Usage: scripts/setup.sh [PART...]
 #   demo   what building and `make demo` need: system packages (apt), Go, and .venv with the packages of requirements.lock
 #   redis  a Redis server
-#   test   what the tests need beside both: an S3 server, and the packages of requirements-test.lock
+#   test   what the tests need beside both: an S3 server, Chromium, tmux, and the packages of requirements-test.lock
 # Without a part: all of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -68,6 +68,8 @@ if wanted redis; then
 	command -v redis-server >/dev/null && command -v redis-cli >/dev/null || missing+=(redis-server redis-tools)
 fi
 if wanted test; then
+	command -v tmux >/dev/null || missing+=(tmux)         # tests run lookaside top in it
+	command -v chromium >/dev/null || missing+=(chromium) # tests open the dashboard in it
 	[[ -x /lib/systemd/systemd ]] || missing+=(systemd) # a test runs the example's unit
 fi
 if ((${#missing[@]})); then

@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"text/tabwriter"
 	"time"
@@ -41,21 +40,13 @@ type HostSidecar struct {
 // sockets in this network namespace, wherever their directories are, and those with a directory
 // below dir. ctx bounds the wait for each.
 func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
-	found, err := HostEndpoints(dir)
+	states, err := HostStates(ctx, dir)
 	if err != nil {
 		return nil, err
 	}
-	all := make([]*HostSidecar, len(found))
-	var wg sync.WaitGroup
-	for i, dir := range found {
-		wg.Go(func() { all[i] = askHostSidecar(ctx, dir) })
-	}
-	wg.Wait()
 	out := []HostSidecar{}
-	for _, s := range all {
-		if s != nil {
-			out = append(out, *s)
-		}
+	for _, s := range states {
+		out = append(out, s.HostSidecar)
 	}
 	return out, nil
 }
@@ -119,26 +110,27 @@ func listening(table string) ([]string, error) {
 	return out, nil
 }
 
-// askHostSidecar returns the state of the sidecar at dir, or nil if none runs there.
-func askHostSidecar(ctx context.Context, dir string) *HostSidecar {
+// askHostSidecar returns the state of the sidecar at dir, or nil if none runs there. The second
+// result is the sidecar's status, or nil if it could not be queried.
+func askHostSidecar(ctx context.Context, dir string) (*HostSidecar, *Status) {
 	out := &HostSidecar{Endpoint: dir}
 	st, err := FetchStatus(ctx, dir)
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return nil // it was killed
+		return nil, nil // it was killed
 	case errors.Is(err, os.ErrNotExist):
 		// It listens, but its directory is not visible here.
 		out.Error = "its directory is not visible here: it runs in another container, or its directory was removed"
-		return out
+		return out, nil
 	case err != nil:
 		out.Error = err.Error()
 		if b, err := os.ReadFile(filepath.Join(dir, lockFile)); err == nil {
 			out.PID, _ = strconv.Atoi(strings.TrimSpace(string(b)))
 		}
-		return out
+		return out, nil
 	}
 	out.describe(&st)
-	return out
+	return out, &st
 }
 
 // describe takes over what a sidecar's status says.
