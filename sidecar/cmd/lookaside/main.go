@@ -57,8 +57,8 @@ func newRoot() *cobra.Command {
 	root.SetFlagErrorFunc(flagError)
 	root.SetUsageTemplate(strings.ReplaceAll(root.UsageTemplate(), "FlagUsages",
 		fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
-	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newWhy(),
-		newPrefetch(),
+	root.AddCommand(newServe(), newStatus(), newList(), newTop(), newTiers(), newLookup(),
+		newWhy(), newPrefetch(),
 		newPin(), newUnpin(), newWeights(), newClear(), newMove(), newCheck(), newConfig(),
 		newDAX(), newDoctor(), newRecord(), newSimulate(), newVersion())
 	return root
