@@ -204,8 +204,9 @@ class Session:
             if self._wakeup.ended or self._thread is not None:
                 return
             self._wakeup.open()
-            # Not closed earlier: any thread may be about to write to it.
-            weakref.finalize(self, os.close, self._wakeup.fd)
+            # Not closed earlier: any thread may be about to write to it. Not at the interpreter's
+            # end either, when the session's thread may still poll it.
+            weakref.finalize(self, os.close, self._wakeup.fd).atexit = False
             self._thread = threading.Thread(
                 target=self._run, name=f"lookaside-{self.options.role}", daemon=True
             )

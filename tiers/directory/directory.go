@@ -558,8 +558,19 @@ func (d *Directory) Stats() Stats {
 }
 
 // Leave ends all changes of the file: another process has taken the directory over. What becomes of
-// chunks here is not noted any more.
-func (d *Directory) Leave() { d.left.Store(true) }
+// chunks here is not noted any more. Leave waits for the entries that are being written, as long as
+// it takes to read a chunk.
+func (d *Directory) Leave() {
+	d.left.Store(true)
+	for i := range d.pieces {
+		if p := d.pieces[i].Load(); p != nil {
+			// Who has life now may still write. Who has it later sees that left is set.
+			p.life.Lock()
+			//lint:ignore SA2001 see above
+			p.life.Unlock()
+		}
+	}
+}
 
 // Close ends the keepers, waits for calls under way, and closes the file, which stays. Call it when
 // the engine is closed, so that no hook is called any more, and before the arena's memory is. It is

@@ -191,11 +191,11 @@ func (d *Directory) using(v *engine.Verification) (p *piece, turn *sync.Mutex) {
 		return nil, nil
 	}
 	p = d.pieces[v.Piece].Load()
-	if p == nil || !p.has(v) || d.left.Load() {
+	if p == nil || !p.has(v) {
 		return nil, nil
 	}
 	p.life.RLock()
-	if p.dead.Load() {
+	if p.dead.Load() || d.left.Load() {
 		p.life.RUnlock()
 		return nil, nil
 	}

@@ -3,7 +3,9 @@ package directory
 import (
 	"context"
 	"math/rand/v2"
+	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"lookaside/dax"
@@ -144,6 +146,38 @@ func TestMoreThanCanWait(t *testing.T) {
 	defer p.close()
 	if p.found.Chunks != chunks {
 		t.Errorf("%+v", p.found)
+	}
+}
+
+// TestLeaveWaits: when Leave returns, nobody writes an entry, and nobody begins to.
+func TestLeaveWaits(t *testing.T) {
+	m := newMachine(t, small)
+	p := m.start(engine.Config{}, nil)
+	defer p.close()
+	p.addRegion(64 << 10)
+	p.store(0, tiertest.Prefix("some pages"), 0, 10)
+	v := list(p.e)[0]
+	using, _ := p.d.using(&v)
+	if using == nil {
+		t.Fatal("the chunk is not there")
+	}
+	var written atomic.Bool
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		p.d.Leave()
+		if !written.Load() {
+			t.Error("it did not wait for who was writing")
+		}
+	}()
+	for !p.d.left.Load() {
+		runtime.Gosched()
+	}
+	written.Store(true)
+	using.life.RUnlock()
+	<-done
+	if using, _ := p.d.using(&v); using != nil {
+		t.Error("somebody may write after Leave")
 	}
 }
 
