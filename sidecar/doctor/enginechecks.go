@@ -202,14 +202,14 @@ func engineFailurePolicy(f *Facts) (out []Finding) {
 
 func engineSessions(_ *Facts, s *Sidecar) []Finding {
 	return eachEngine(s, func(e *engine) []Finding {
-		_, tokens, pages := s.fields(e)
+		fields, tokens, pages := s.fields(e)
 		if !e.has(wire.RoleScheduler) && e.about("kv_role") != "" {
 			return one("engine-no-scheduler", Warning, e.subject(),
 				"its worker is connected and its scheduler is not: nothing is looked up",
 				"wait a few seconds; then vLLM's log says why (look for lookaside). A scheduler on another host needs hosts.listen (docs/deployment.md)")
 		}
-		seen := fmt.Sprintf("%d sessions; blocks of %d tokens, chunks of %d", len(e.sessions),
-			tokens, tokens*pages)
+		seen := fmt.Sprintf("%d sessions; blocks of %d tokens, chunks of %d, hashes by %s",
+			len(e.sessions), tokens, tokens*pages, fields["hash"])
 		for _, name := range []string{"vllm", "lookaside", "device", "kv_role", "failure_policy",
 			"hash_seed", "sleep_mode", "settings"} {
 			if v := e.about(name); v != "" {
