@@ -70,6 +70,7 @@ fi
 if wanted test; then
 	command -v tmux >/dev/null || missing+=(tmux)         # tests run lookaside top in it
 	command -v chromium >/dev/null || missing+=(chromium) # tests open the dashboard in it
+	command -v promtool >/dev/null || missing+=(prometheus) # checks examples/prometheus and examples/grafana
 	[[ -x /lib/systemd/systemd ]] || missing+=(systemd) # a test runs the example's unit
 fi
 if ((${#missing[@]})); then
