@@ -78,7 +78,7 @@ class Hits:
         asked = self._current(state, first)
         if asked is None:
             return 0
-        if asked.held is None and not self._take_answer(asked):
+        if asked.held is None and not self._take_answer(state, asked):
             return None
         if self._is_too_old(asked, first):
             return self._replace_once(state, first)
@@ -244,7 +244,7 @@ class Hits:
         # The age of a hit is looked at where the hit is used, and replaced once.
         return asked.lookup is not None or self._setup.clock() - asked.answered < _MISS_LIFE_S
 
-    def _take_answer(self, asked: Question) -> bool:
+    def _take_answer(self, state: RequestState, asked: Question) -> bool:
         """Report whether the answer to a lookup is in, and note it."""
         assert asked.lookup is not None
         pages = self._waiting.answer(asked.lookup)
@@ -256,6 +256,15 @@ class Hits:
         asked.answered = now
         asked.late = asked.lookup.late
         self._setup.stats.observe("lookup_seconds", now - asked.since)
+        if (tracer := self._setup.tracer) is not None and (headers := state.trace):
+            tracer.lookup(
+                state.request.request_id,
+                headers,
+                asked.lookup,
+                now - asked.since,
+                asked.end_page - asked.first_page,
+                asked.held - asked.first_page,
+            )
         return True
 
     def _is_too_old(self, asked: Question, first_page: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,8 @@ class RequestState:
     """The request's own count when it was last seen."""
     hints: Hints
     """How its pages should be kept, and whose they are."""
+    trace: Mapping[str, str] | None = None
+    """The headers of the trace that it belongs to, if vLLM exports traces."""
     advised: bool = False
     """The sidecars were advised about its prompt; owned by advice.py."""
 

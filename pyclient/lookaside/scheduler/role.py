@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lookaside import enginecalls, interface, kvgroups, space
+from lookaside import enginecalls, interface, kvgroups, space, tracing
 from lookaside.config import Config
 from lookaside.events import EventBook
 from lookaside.hints import HintReader
@@ -78,6 +78,7 @@ class SchedulerConnector:
             draft_lag=space.draft_lag(vllm_config),
             in_step=recovers(vllm_config),
             hybrid=space.is_hybrid(kv_cache_config),
+            tracer=tracing.begin(vllm_config, geometry.page_tokens),
         )
         events = getattr(vllm_config, "kv_events_config", None)
         book: EventBook | None = None
@@ -349,6 +350,8 @@ class SchedulerConnector:
         """End the sessions, which frees all that they hold. Safe to call again."""
         self.setup.sidecars.close()
         self.identities.close()
+        if self.setup.tracer is not None:
+            self.setup.tracer.close()
 
     # ---- the requests ----
 
@@ -357,6 +360,8 @@ class SchedulerConnector:
         if state is None:
             hints = self.hints.read(request)
             state = RequestState(request, request.num_preemptions, hints)
+            if self.setup.tracer is not None:
+                state.trace = getattr(request, "trace_headers", None)
             self.requests[request.request_id] = state
             self.identification.is_known(state)
         self._refresh(state)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lookaside.config import Config
 from lookaside.scheduler.contract import Sidecars
 from lookaside.stats import Collector
+from lookaside.tracing import Tracer
 
 
 @dataclass(slots=True)
@@ -42,6 +43,8 @@ class Setup:
     """Whether this engine recovers from a load that fails within its step; see in_step.py."""
     hybrid: bool
     """Whether some layers need less than the whole prefix, or are in groups of their own."""
+    tracer: Tracer | None = None
+    """What makes spans; None where vLLM exports no traces."""
 
     @property
     def whole_pages(self) -> bool:
