@@ -10,5 +10,9 @@ want=$({ cat pyclient/pyproject.toml pyclient/setup.py; find pyclient/lookaside 
 if [[ $(cat "$stamp" 2>/dev/null) == "$want" ]] && compgen -G 'pyclient/lookaside/_native*.so' >/dev/null; then
 	exit 0
 fi
-scripts/step 'build: the Python package and its native part' .cache/tools/bin/uv pip install -q -p .venv/bin/python --no-deps --no-build-isolation --reinstall-package lookaside -e ./pyclient
+# The package's name was lookaside once: two would both be found.
+if compgen -G '.venv/lib/python3*/site-packages/lookaside-[0-9]*.dist-info' >/dev/null; then
+	.cache/tools/bin/uv pip uninstall -q -p .venv/bin/python lookaside
+fi
+scripts/step 'build: the Python package and its native part' .cache/tools/bin/uv pip install -q -p .venv/bin/python --no-deps --no-build-isolation --reinstall-package lookaside-kv -e ./pyclient
 echo "$want" >"$stamp"

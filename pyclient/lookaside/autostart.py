@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sysconfig
 import threading
 import time
 from collections.abc import Sequence
@@ -128,7 +129,10 @@ class Autostart:
 
     def _run(self) -> tuple[int, str]:
         """Return how `lookaside serve --detach` ended, and what it said, as one line."""
-        program = shutil.which(self._binary)
+        # Beside this interpreter too, where pip puts programs: vLLM may run without that in PATH.
+        program = shutil.which(self._binary) or shutil.which(
+            self._binary, path=sysconfig.get_path("scripts")
+        )
         if program is None:
             raise FileNotFoundError(errno.ENOENT, "no such program")
         # vLLM binds a worker's threads to single cores, which a child inherits from this one.

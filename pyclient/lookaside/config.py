@@ -113,7 +113,7 @@ class Config:
     sidecar_args: tuple[str, ...] = ()
     """More arguments of an autostarted sidecar; ranks as in ``endpoint``."""
     binary: str = "lookaside"
-    """Program that autostart runs; looked up in PATH unless it has a slash."""
+    """Program that autostart runs; looked up in PATH and beside Python unless it has a slash."""
     load_threads: int = 2
     """Threads that copy loaded pages into the KV cache, on a CPU."""
     load_in_step_share: float = 0.5
@@ -461,7 +461,8 @@ SETTINGS: dict[str, Setting] = {
         _text,
         "program",
         "lookaside",
-        "The program that autostart runs; found in `PATH` unless it contains a slash.",
+        "The program that autostart runs; found in `PATH`, then beside Python, unless it contains "
+        "a slash.",
     ),
     "load_threads": Setting(
         _integer(1, 64),

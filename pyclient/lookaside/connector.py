@@ -159,6 +159,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             if is_scheduler:
                 logger.warning("lookaside: idle, nothing is stored or loaded: %s", idle)
             return
+        self._recompute_failed_loads(is_scheduler)
         if is_scheduler:
             self._warn(config, vllm_config, kv_cache_config)
             from lookaside.scheduler import SchedulerConnector
@@ -181,18 +182,37 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         """Log once what the user should know or change, in one of the roles."""
         for note in interface.notes():
             logger.info("lookaside: %s", note)
-        policy = getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute")
-        if policy != "recompute":
-            logger.warning(
-                "lookaside: kv_load_failure_policy=%s makes vLLM fail a request whose load"
-                ' failed; add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
-                " so that it is computed instead",
-                policy,
-            )
         _, adjusted = space.geometry(config, vllm_config, kv_cache_config)
         for warning in (adjusted, space.hash_warning(vllm_config)):
             if warning is not None:
                 logger.warning("lookaside: %s", warning)
+
+    def _recompute_failed_loads(self, told: bool) -> None:
+        """Make vLLM compute what fails to load. Log it if told is true.
+
+        Its default is to end such a request with an error, which no cache may cause. vLLM's
+        scheduler reads the policy from this very object after it has made the connector. Under
+        MultiConnector the policy is everybody's, and the user's to set.
+        """
+        transfer = self._kv_transfer_config
+        multi = _multi_connectors_transfer()
+        if getattr(transfer if multi is None else multi, _POLICY, "recompute") == "recompute":
+            return
+        if multi is None:
+            transfer.kv_load_failure_policy = "recompute"
+            if told:
+                logger.info("lookaside: what fails to load is computed (%s: recompute)", _POLICY)
+            return
+        if not told:
+            return
+        logger.warning(
+            "lookaside: %s=%s makes vLLM fail a request whose load failed; add"
+            ' "%s": "recompute" beside "kv_connector": "MultiConnector" in --kv-transfer-config so'
+            " that it is computed instead",
+            _POLICY,
+            getattr(multi, _POLICY),
+            _POLICY,
+        )
 
     def _contain(self, method: str, error: Exception) -> None:
         """Count an exception, and log the first of its kind."""
@@ -464,6 +484,24 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
 # to make the connector, and vLLM would not start. It is made and stays idle instead (interface.py).
 LookasideConnector.unknown_methods = LookasideConnector.__abstractmethods__
 LookasideConnector.__abstractmethods__ = frozenset()
+
+
+_POLICY = "kv_load_failure_policy"
+
+
+def _multi_connectors_transfer() -> Any:
+    """Return the configuration of the MultiConnector that is making this connector, or None.
+
+    It gives its children configurations of their own. vLLM reads the policy from that one.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").endswith(".multi_connector"):
+            config = frame.f_locals.get("vllm_config")
+            if config is not None:
+                return config.kv_transfer_config
+        frame = frame.f_back
+    return None
 
 
 def _check_early() -> None:

@@ -1068,7 +1068,7 @@ def test_failed_loads_are_computed_and_not_offered_again(stand, bad, fail_reques
 
 
 @pytest.mark.parametrize("fail_requests", [False, True])
-def test_failed_loads_under_vllms_own_policy(model, fail_requests):
+def test_failed_loads_are_computed_whatever_vllms_default_is(model, fail_requests):
     stand = Stand(make_config(model, policy="fail"))
     prompt = tokens(8 * BLOCK + 1)
     warm(stand, prompt)
@@ -1076,7 +1076,9 @@ def test_failed_loads_under_vllms_own_policy(model, fail_requests):
     stand.workers.fail_requests = fail_requests
     request_id = stand.add(prompt)
     stand.run()
-    assert stand.finish_reasons[request_id] == FinishReason.ERROR
+    assert stand.scheduler.recompute_kv_load_failures is True
+    assert stand.finish_reasons[request_id] == FinishReason.LENGTH
+    assert len(stand.outputs[request_id]) == 4
     stand.check_idle()
 
 
@@ -1475,7 +1477,6 @@ def idle_run(stand: Stand) -> None:
 @pytest.mark.parametrize(
     "kwargs, words",
     [
-        ({"policy": "fail"}, ["kv_load_failure_policy", "recompute"]),
         ({"hash_algo": "xxhash_cbor"}, ["xxhash_cbor", "PYTHONHASHSEED"]),
         ({"extra": {"lookaside.chunk_tokens": 100}}, ["chunk_tokens=100", "96"]),
         ({"extra": {"lookaside.chunk_tokens": 5}}, ["chunk_tokens=5", "16"]),
@@ -1490,6 +1491,36 @@ def test_what_the_user_should_change_is_said_once(model, kwargs, words, caplog, 
         stand = Stand(make_config(model, **kwargs))
     said = [r.message for r in caplog.records if r.name == "vllm.lookaside"]
     assert len(said) == 1 and all(word in said[0] for word in words)
+    stand.connector.shutdown()
+
+
+def test_the_policy_of_multi_connector_is_the_users(model, caplog):
+    child = make_config(model).kv_transfer_config
+    assert child is not None
+    config = make_config(
+        model,
+        policy="fail",
+        connector={
+            "kv_connector": "MultiConnector",
+            "kv_connector_module_path": None,
+            "kv_connector_extra_config": {
+                "connectors": [
+                    {
+                        "kv_connector": "LookasideConnector",
+                        "kv_connector_module_path": "lookaside.connector",
+                        "kv_role": "kv_both",
+                        "kv_connector_extra_config": child.kv_connector_extra_config,
+                    }
+                ]
+            },
+        },
+    )
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.WARNING, logger="vllm.lookaside"):
+        stand = Stand(config)
+    assert stand.scheduler.recompute_kv_load_failures is False
+    said = [r.message for r in caplog.records if r.name == "vllm.lookaside"]
+    assert len(said) == 1 and "MultiConnector" in said[0] and "recompute" in said[0]
     stand.connector.shutdown()
 
 
