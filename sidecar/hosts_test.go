@@ -135,8 +135,16 @@ func TestSchedulerOfAnotherHost(t *testing.T) {
 	})
 }
 
-// Either sidecar's end ends the session, which can be had again.
+// Either sidecar's end ends the session, which can be had again, also at the moment when the
+// scheduler has just been welcomed.
 func TestSessionEndsWithEitherHost(t *testing.T) {
+	for range 20 {
+		endEitherHost(t)
+	}
+}
+
+func endEitherHost(t *testing.T) {
+	t.Helper()
 	a, _ := startHost(t, nil)
 	b, _ := startHost(t, nil)
 	dialPeerWorker(t, b)

@@ -320,7 +320,18 @@ func (h *Hosts) open(c net.Conn) (*tunnel, error) {
 		}
 		return nil, err
 	}
-	return t, c.SetDeadline(time.Time{})
+	if err := c.SetDeadline(time.Time{}); err != nil { // Close has closed it
+		h.leave(t)
+		return nil, err
+	}
+	return t, nil
+}
+
+// leave ends the session that join has opened, before it is carried.
+func (h *Hosts) leave(t *tunnel) {
+	t.closeOurs()
+	t.conn.Recycle()
+	h.in.Add(-1)
 }
 
 // drain reads what the other end has sent and waits for its end. A connection that is closed with
@@ -366,9 +377,7 @@ func (h *Hosts) join(t *tunnel) (err error) {
 		err = t.send(onSession, reply)
 	}
 	if err != nil {
-		t.closeOurs()
-		t.conn.Recycle()
-		h.in.Add(-1)
+		h.leave(t)
 	}
 	return err
 }
@@ -479,7 +488,9 @@ func (h *Hosts) serveScheduler(conn *ipc.Conn) (closed bool) {
 		log.Log(level, "a sidecar of another host was not reached", zap.String("address",
 			reach.Address), zap.String("engine", t.info.EngineID), zap.Uint32("rank", t.info.Rank),
 			zap.Error(r))
-		_ = conn.Send(r.Append(nil))
+		if !t.welcomed {
+			_ = conn.Send(r.Append(nil))
+		}
 		return false
 	}
 	h.carry(t)
@@ -633,7 +644,9 @@ func (h *Hosts) pass(t *tunnel, w *wire.Welcome) error {
 		host, _, _ := net.SplitHostPort(t.info.Address)
 		w.Peers = max(1, w.Peers^xxhash.Sum64String(host))
 	}
-	return t.conn.Send(w.Append(nil), control.FD(), theirs)
+	err = t.conn.Send(w.Append(nil), control.FD(), theirs)
+	t.welcomed = err == nil
+	return err
 }
 
 // carry carries a session until it ends.

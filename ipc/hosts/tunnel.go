@@ -29,6 +29,7 @@ type tunnel struct {
 	// dropping says that packets for the direct socket are dropped while its other end does not
 	// read, as a sidecar drops answers. Otherwise they wait for it, and the stream with them.
 	dropping bool
+	welcomed bool // the scheduler has its Welcome: a refusal has no meaning any more
 
 	// Used by toDirect only, and kept so that it allocates nothing.
 	raw       syscall.RawConn

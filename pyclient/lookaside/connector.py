@@ -199,7 +199,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         if getattr(transfer if multi is None else multi, _POLICY, "recompute") == "recompute":
             return
         if multi is None:
-            transfer.kv_load_failure_policy = "recompute"
+            setattr(transfer, _POLICY, "recompute")
             if told:
                 logger.info("lookaside: what fails to load is computed (%s: recompute)", _POLICY)
             return

@@ -67,7 +67,11 @@ ELSEWHERE = {
     "spec": {"description.py", "kvgroups.py", "layout.py", "space.py"},
 }
 # Imported by a method that only a vLLM calls which has it.
-FOR_CALLERS = {"vllm.v1.metrics.cache_hit_source:CacheHitSource"}
+FOR_CALLERS = {
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource",
+    # plugin.py does without it: kv_connector_module_path names the connector as well.
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
+}
 
 
 class Uses(ast.NodeVisitor):

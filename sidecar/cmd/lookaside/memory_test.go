@@ -67,7 +67,7 @@ func TestArenaAboveTheGroupsLimit(t *testing.T) {
 		"16G":  {"not enough memory"},
 	} {
 		out, code := runBy(t, command, "serve", "--runtime-dir", filepath.Join(t.TempDir(), "r"),
-			"--arena-kind", "memfd", "--arena-limit", arena)
+			"--arena-kind", "memfd", "--demand-memory", "0", "--arena-limit", arena)
 		if code < 1 || code == 137 {
 			t.Errorf("%s: exit code %d", arena, code)
 		}
@@ -88,7 +88,8 @@ func TestArenaAboveTheGroupsLimit(t *testing.T) {
 		}
 	}
 	// What the message says is left, is.
-	s := serveBy(t, command, "--arena-kind", "memfd", "--arena-limit", "90M")
+	s := serveBy(t, command, "--arena-kind", "memfd", "--demand-memory", "0",
+		"--arena-limit", "90M")
 	s.signal(syscall.SIGTERM)
 	if code := s.exit(patience); code != 0 {
 		t.Fatalf("exit code %d:\n%s", code, s.text())
@@ -99,7 +100,8 @@ func TestArenaAboveTheGroupsLimit(t *testing.T) {
 // has room for.
 func TestReconnectsBelowAMemoryLimit(t *testing.T) {
 	dir, command := memoryGroup(t, 200<<20)
-	s := serveBy(t, command, "--arena-kind", "memfd", "--arena-limit", "128M")
+	s := serveBy(t, command, "--arena-kind", "memfd", "--demand-memory", "0",
+		"--arena-limit", "128M")
 	connect := func() (*client.Session, error) {
 		return client.Dial(s.dir, hello(wire.RoleWorker),
 			patience)
