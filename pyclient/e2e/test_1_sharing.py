@@ -249,6 +249,7 @@ def test_status_tells_found_loaded_and_computed_apart(pair: Pair) -> None:
         "found": pages,
         "loaded": pages,
         "computed": asked - pages,
+        "own": pages,
     }
 
 
