@@ -204,6 +204,15 @@ def test_failed_loads_are_computed_and_not_offered_again(model, shape, bad):
     stand.check_idle()
 
 
+def preempt(stand: Stand, page: int) -> None:
+    """Runs more requests than there is room for; each ends with all that it was to give."""
+    for seed in range(6):
+        stand.add(tokens(8 * page, seed=seed), max_tokens=4 * page)
+    stand.run(5000)
+    assert all(len(output) == 4 * page for output in stand.outputs.values())
+    stand.check_idle()
+
+
 @every_shape
 def test_preempted_requests_come_back_through_lookup(model, shape):
     page = make(model, shape).workers.block
@@ -211,11 +220,7 @@ def test_preempted_requests_come_back_through_lookup(model, shape):
     stand = make(
         model, shape, "modules", 32 * groups * (page // BLOCK), batched_tokens=100, max_seqs=6
     )
-    for seed in range(6):
-        stand.add(tokens(8 * page, seed=seed), max_tokens=4 * page)
-    stand.run(5000)
-    assert all(len(output) == 4 * page for output in stand.outputs.values())
-    stand.check_idle()
+    preempt(stand, page)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -299,11 +304,7 @@ def test_preempted_requests_with_states_come_back_through_lookup(model, shape):
     stand = make(
         model, shape, blocks=30 * groups * (page // BLOCK), batched_tokens=6 * page, max_seqs=6
     )
-    for seed in range(6):
-        stand.add(tokens(8 * page, seed=seed), max_tokens=4 * page)
-    stand.run(5000)
-    assert all(len(output) == 4 * page for output in stand.outputs.values())
-    stand.check_idle()
+    preempt(stand, page)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -514,16 +514,20 @@ func (d *Directory) onGone(num, slot uint32) {
 	}
 }
 
+// awaitWriters waits for those who have life now, and for nobody who comes later.
+func (p *piece) awaitWriters() {
+	p.life.Lock()
+	//lint:ignore SA2001 see above
+	p.life.Unlock()
+}
+
 // prepare makes a piece's place ready for its first entry: nobody writes there any more for a piece
 // that lay there before, and what was written for that is gone. Until then the piece is bare: the
 // next process does not read what is there. The caller holds life.
 func (d *Directory) prepare(p *piece) {
 	p.first.Do(func() {
 		for _, q := range p.before {
-			// It waits for those who have it now. Who has it later sees that q is dead.
-			q.life.Lock()
-			//lint:ignore SA2001 see above
-			q.life.Unlock()
+			q.awaitWriters() // later ones see that q is dead
 		}
 		d.file.discard(p.region.at+p.from, int64(p.Slots)*int64(p.form.EntryBytes))
 		d.mu.Lock()
@@ -564,10 +568,7 @@ func (d *Directory) Leave() {
 	d.left.Store(true)
 	for i := range d.pieces {
 		if p := d.pieces[i].Load(); p != nil {
-			// Who has life now may still write. Who has it later sees that left is set.
-			p.life.Lock()
-			//lint:ignore SA2001 see above
-			p.life.Unlock()
+			p.awaitWriters() // later ones see that left is set
 		}
 	}
 }
