@@ -7,6 +7,8 @@ MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
 # Looked up when used: setup puts a Go there where the machine has none that will do.
 GO = $(shell if [ -x .cache/tools/bin/go ]; then echo .cache/tools/bin/go; else echo go; fi)
+# Those of scripts/static: what is compiled for one serves the other.
+TAGS := netgo,osusergo
 FUZZTIME ?= 20s
 SOAK ?= 10m
 EACH ?= 6s
@@ -23,12 +25,16 @@ ARENA ?=
 SIDECARS ?=
 VERSIONS ?=
 PAGES ?=
+ARCH ?=
+UPDATE ?=
+IMAGE ?=
+BUILDER ?=
 ARGS ?=
 
 # Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup build build-bench build-soak demo test test-go test-python test-py test-e2e matrix arm lint lint-go lint-py bench fuzz soak attack faults clean
+.PHONY: help setup build build-bench build-soak demo wheel wheel-here test test-go test-python test-py test-e2e matrix arm image chart lint lint-go lint-py bench screenshots fuzz soak attack faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -38,7 +44,7 @@ setup: ## Install what is missing: system packages, Go, .venv with vLLM's CPU bu
 	@scripts/setup.sh
 
 define compile
-@scripts/step 'build: bin/lookaside' $(GO) build -trimpath -o bin/lookaside ./sidecar/cmd/lookaside
+@scripts/step 'build: bin/lookaside' $(GO) build -trimpath -tags $(TAGS) -o bin/lookaside ./sidecar/cmd/lookaside
 @scripts/pyclient.sh
 endef
 
@@ -46,16 +52,19 @@ build: setup ## Build bin/lookaside and the Python package with its native part
 	$(compile)
 
 build-bench: build
-	@scripts/step 'build: bin/lookaside-bench' $(GO) build -trimpath -o bin/lookaside-bench ./internal/bench/cmd/lookaside-bench
+	@scripts/step 'build: bin/lookaside-bench' $(GO) build -trimpath -tags $(TAGS) -o bin/lookaside-bench ./internal/bench/cmd/lookaside-bench
 
 build-soak: build
-	@$(GO) build -trimpath -o bin/soak ./internal/soak
+	@$(GO) build -trimpath -tags $(TAGS) -o bin/soak ./internal/soak
 
 demo: ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; ARENA=SIZE|dax; PD=1: prefill and decode apart; TP=1: tensor-parallel ranks; JSON=FILE
-	@scripts/setup.sh demo $(filter redis,$(TIERS))
-	$(compile)
-	@$(PY) -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)',$(if $(PD),prefill_decode,$(if $(TP),tensor_parallel,two_instances))) $(if $(ARENA),--arena '$(ARENA)') \
+	@export STEP_LOGS=.cache/logs; scripts/setup.sh demo $(filter redis,$(TIERS)) && scripts/demo.sh
+	@.cache/demo/bin/python -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)',$(if $(PD),prefill_decode,$(if $(TP),tensor_parallel,two_instances))) $(if $(ARENA),--arena '$(ARENA)') \
 		$(if $(SIDECARS),--sidecars '$(SIDECARS)') $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+wheel: ## The wheels, into dist/: connector, native module and sidecar in one file; ARCH=x86_64|aarch64 for one of them
+	@scripts/setup.sh wheel
+	@scripts/wheel.sh $(ARCH)
 
 test: lint ## All tests
 	@# Python's wait for much of their time, and Go's take what processor time they leave.
@@ -68,10 +77,13 @@ test-python:
 test-go: setup ## Go tests, with the race detector
 	$(GO) test -race -timeout 20m $(GOTEST_FLAGS) ./...
 
-test-py: build-bench ## Python tests without a running vLLM
+wheel-here: setup
+	@scripts/wheel.sh $(shell uname -m)
+
+test-py: build-bench wheel-here ## Python tests without a running vLLM
 	$(PY) -m pytest -q --timeout=300 --durations=5 $(PYTEST_FLAGS) pyclient/tests
 
-test-e2e: build ## Tests in real vLLM servers
+test-e2e: build wheel-here ## Tests in real vLLM servers
 	$(PY) -m pytest -q --timeout=900 --durations=8 $(PYTEST_FLAGS) pyclient/e2e
 
 matrix: build-bench ## The Python tests on each version of vLLM that README claims, and a table of them; VERSIONS='0.30.0 …'
@@ -79,6 +91,13 @@ matrix: build-bench ## The Python tests on each version of vLLM that README clai
 
 arm: setup ## Build for arm64 and test under qemu-user with pages of 4, 16 and 64 KiB; PAGES='4096 65536'; docs/arm.md
 	@PAGES='$(PAGES)' scripts/arm.sh
+
+image: ## The sidecar's container image, from the static binary; ARCH=x86_64|aarch64, IMAGE=NAME, BUILDER=podman|buildah|docker
+	@scripts/setup.sh wheel
+	@IMAGE='$(IMAGE)' BUILDER='$(BUILDER)' scripts/image.sh $(ARCH)
+
+chart: setup ## Lint the Helm chart and check what it renders; UPDATE=1 writes examples/kubernetes/vllm.yaml
+	@UPDATE='$(UPDATE)' scripts/chart.sh
 
 lint: build ## gofmt, vet, staticcheck, ruff, pyright
 	@$(MAKE) -j2 --output-sync=target lint-go lint-py
@@ -94,8 +113,11 @@ lint-py:
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
-bench: build-bench ## A bench by name: NAME=lookup|copy|attach|ttft|busy|serve|engine|memcopy|disk|dax|recovery|restart|promotion|peers|peer|redis, JSON=FILE, ARGS='...'
+bench: build-bench ## A bench by name: NAME=lookup|client|copy|attach|ttft|busy|serve|engine|memcopy|disk|dax|recovery|restart|promotion|peers|peer|redis, JSON=FILE, ARGS='...'
 	@bench/run $(if $(NAME),'$(NAME)') $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+screenshots: build ## The pictures of docs/images, from real servers in traffic; needs Chromium, tmux and unshare
+	@PYTHONPATH=pyclient:. $(PY) -m scripts.screenshots
 
 fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each
 	@scripts/fuzz.sh $(FUZZTIME)
@@ -110,7 +132,7 @@ faults: setup ## The disk tier on media that fail, ROUNDS (20) of what is random
 	$(GO) test -v -timeout 1h ./tiers/faults -faults.rounds='$(ROUNDS)' $(if $(filter-out 0,$(SEED)),-faults.seed='$(SEED)')
 
 clean: ## Remove what was built; .venv, the model and downloads stay (make clean ALL=1 removes these as well)
-	rm -rf bin build pyclient/build pyclient/dist pyclient/*.egg-info .pytest_cache .ruff_cache
+	rm -rf bin build dist pyclient/build pyclient/dist pyclient/*.egg-info .pytest_cache .ruff_cache
 	find pyclient/lookaside -name '*.so' -delete 2>/dev/null || true
 	rm -f .cache/stamps/pyclient
 	$(if $(ALL),rm -rf .venv .cache)

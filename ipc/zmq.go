@@ -5,6 +5,7 @@ package ipc
 #include <errno.h>
 #include <malloc.h>
 #include <stdlib.h>
+#include <sys/types.h>
 #include <zmq.h>
 
 // Each helper is one call from Go, and returns -errno for a failure. None writes through a pointer
@@ -50,8 +51,12 @@ static int la_filter_uid(void *sock, uid_t uid) {
 #endif
 }
 
+// The libzmq that scripts/static builds counts its memory itself (packaging/libzmq/heap.cpp).
+extern size_t lookaside_zmq_heap(void) __attribute__((weak));
+
 // Returns how many bytes of the C heap are in use, or 0 where that is not known.
 static size_t la_heap(void) {
+	if (lookaside_zmq_heap) return lookaside_zmq_heap();
 #if defined(__GLIBC__) && (__GLIBC__ > 2 || __GLIBC_MINOR__ >= 33)
 	struct mallinfo2 m = mallinfo2();
 	return m.uordblks + m.hblkhd;

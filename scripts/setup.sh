@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
 # Installs what is missing here, a line for each step. A second run only compares stamps.
 # Usage: scripts/setup.sh [PART...]
-#   demo   what building and `make demo` need: system packages (apt), Go, and .venv with the packages of requirements.lock
+#   wheel  what building a wheel needs: Python with its headers (apt), Go, and zig, which is the C compiler
+#   demo   the same, and .venv with the packages of requirements.lock
+#   build  what building in place needs beside both: this machine's C compiler and libzmq
 #   redis  a Redis server
-#   test   what the tests need beside both: an S3 server, Chromium, tmux, and the packages of requirements-test.lock
+#   test   what the tests need beside all these: an S3 server, Chromium, tmux, and the packages of requirements-test.lock
 # Without a part: all of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 parts=("$@")
-((${#parts[@]})) || parts=(demo redis test)
+((${#parts[@]})) || parts=(wheel demo build redis test)
 wanted() {
 	local part
 	for part in "${parts[@]}"; do [[ $part == "$1" ]] && return; done
 	return 1
 }
 for part in "${parts[@]}"; do
-	[[ $part == demo || $part == redis || $part == test ]] || {
-		echo "setup: there is no part called $part: demo, redis or test" >&2
+	[[ $part == @(wheel|demo|build|redis|test) ]] || {
+		echo "setup: there is no part called $part: wheel, demo, build, redis or test" >&2
 		exit 2
 	}
 done
@@ -59,11 +61,13 @@ has_venv() { "$1" -c 'import venv, ensurepip' 2>/dev/null; }
 # --- System packages.
 missing=()
 python=$(find_python) || missing+=(python3)
-command -v gcc >/dev/null || missing+=(gcc libc6-dev)
-command -v pkg-config >/dev/null || missing+=(pkg-config)
-if ! { command -v pkg-config >/dev/null && pkg-config --exists libzmq; }; then missing+=(libzmq3-dev); fi
 [[ -n ${python:-} ]] && has_headers "$python" || missing+=(python3-dev)
 [[ -n ${python:-} ]] && has_venv "$python" || missing+=(python3-venv)
+if wanted build; then
+	command -v gcc >/dev/null || missing+=(gcc libc6-dev)
+	command -v pkg-config >/dev/null || missing+=(pkg-config)
+	if ! { command -v pkg-config >/dev/null && pkg-config --exists libzmq; }; then missing+=(libzmq3-dev); fi
+fi
 if wanted redis; then
 	command -v redis-server >/dev/null && command -v redis-cli >/dev/null || missing+=(redis-server redis-tools)
 fi
@@ -71,6 +75,8 @@ if wanted test; then
 	command -v tmux >/dev/null || missing+=(tmux)         # tests run lookaside top in it
 	command -v chromium >/dev/null || missing+=(chromium) # tests open the dashboard in it
 	command -v promtool >/dev/null || missing+=(prometheus) # checks examples/prometheus and examples/grafana
+	command -v buildah >/dev/null || missing+=(buildah) # a test builds the image and runs it
+	command -v mandoc >/dev/null || missing+=(mandoc) # checks the man pages
 	[[ -x /lib/systemd/systemd ]] || missing+=(systemd) # a test runs the example's unit
 fi
 if ((${#missing[@]})); then
@@ -92,11 +98,18 @@ if ((${#missing[@]})); then
 	has_venv "$python" || fail "$python cannot make a venv" "Install that Python's -venv package and run this again."
 fi
 
-# --- Our own tools: uv, and Go where it is missing or too old. Both come from PyPI.
+# --- Our own tools: uv, zig, and Go where it is missing or too old. All come from PyPI.
 if [[ ! -x $tools/bin/uv ]]; then
 	step "making $tools" "$python" -m venv "$tools" &&
 		step "installing uv into $tools" "$tools/bin/python" -m pip install -q --disable-pip-version-check uv==0.13.8 ||
 		fail "pip could not install uv" "Check that pip reaches a PyPI index, then run this again."
+fi
+wheel_tools="ziglang==0.15.2 setuptools==78.1.1"
+if [[ $(cat "$stamps/zig" 2>/dev/null) != "$wheel_tools" ]]; then
+	# shellcheck disable=SC2086
+	step "installing zig, the C compiler of the wheel, into $tools" "$tools/bin/uv" pip install -q -p "$tools/bin/python" $wheel_tools ||
+		fail "zig could not be installed" "Check that uv reaches a PyPI index and that 500 MB are free, then run this again."
+	echo "$wheel_tools" >"$stamps/zig"
 fi
 go_here() { command -v go >/dev/null && (cd / && GOTOOLCHAIN=local go version) 2>/dev/null; }
 go_new() { go_here | grep -Eq "go1\.(2[${go_minor#2}-9]|[3-9][0-9])"; }
@@ -123,6 +136,8 @@ install() {
 	step "$1" "$tools/bin/uv" pip install -q -p .venv/bin/python --no-deps --compile-bytecode -r "$2" ||
 		fail "the Python packages could not be installed" "Check that uv reaches a PyPI index and that 7 GB are free, then run this again."
 }
+# The wheel needs no more than this.
+((${#parts[@]} > 1)) || ! wanted wheel || exit 0
 want=$(stamp requirements.lock)
 if [[ ! -x .venv/bin/python || $(cat "$stamps/venv" 2>/dev/null) != "$want" ]]; then
 	if [[ ! -x .venv/bin/python ]] || [[ $(.venv/bin/python -VV 2>/dev/null) != $("$python" -VV) ]]; then

@@ -38,6 +38,7 @@ def complete(
     max_tokens: int = 8,
     cache_salt: str | None = None,
     timeout_s: float = PATIENCE_S,
+    headers: dict[str, str] | None = None,
     **extra: Any,
 ) -> Answer:
     """Greedy completion of a prompt of token ids. Raises httpx.HTTPError; RuntimeError for an error
@@ -61,7 +62,7 @@ def complete(
     first: float | None = None
     started = time.perf_counter()
     with _client.stream(
-        "POST", f"{base_url}/v1/completions", json=body, timeout=timeout_s
+        "POST", f"{base_url}/v1/completions", json=body, headers=headers, timeout=timeout_s
     ) as response:
         if response.status_code != 200:
             raise RuntimeError(

@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from .processes import stop_on_signals
+from .processes import LOGS, stop_on_signals
 from .progress import say
 
 Row = TypeVar("Row")
@@ -104,6 +105,12 @@ def ended(name: str) -> Iterator[None]:
         sys.exit(130)
     except (RuntimeError, TimeoutError) as error:
         say(f"{name}: {error}")
+        sys.exit(1)
+    except Exception as error:
+        LOGS.mkdir(parents=True, exist_ok=True)
+        log = LOGS / f"{name}.log"
+        log.write_text(traceback.format_exc())
+        say(f"{name}: {type(error).__name__}: {error}; its log is {log}")
         sys.exit(1)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import json
 import os
 import shutil
@@ -28,7 +29,10 @@ import httpx
 
 from .model import REPO
 
-BINARY = REPO / "bin" / "lookaside"
+_COMMAND = Path(sys.executable).with_name("lookaside")
+INSTALLED = _COMMAND.exists()
+"""Whether the wheel is installed for this Python. If so the stand uses it, and else the tree."""
+BINARY = _COMMAND if INSTALLED else REPO / "bin" / "lookaside"
 LOGS = REPO / ".cache" / "logs"  # of stands that an error has ended
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -399,11 +403,13 @@ def dax_arena(devices: str, **more: str) -> dict[str, str]:
 def connector_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """The value of --kv-transfer-config for this endpoint. ``extra`` names settings without their
     `lookaside.`."""
+    # The package's entry point tells vLLM where the connector is. There is none where the package
+    # is not installed; see server_env.
+    installed = importlib.metadata.entry_points(group="vllm.general_plugins", name="lookaside")
     return {
         "kv_connector": "LookasideConnector",
-        "kv_connector_module_path": "lookaside.connector",
+        **({} if installed else {"kv_connector_module_path": "lookaside.connector"}),
         "kv_role": role,
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "lookaside.endpoint": endpoint,
             **{f"lookaside.{name}": value for name, value in extra.items()},
@@ -577,9 +583,12 @@ def server_env(kv_gib: int = 1) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
-        # Where the package is not installed in this environment, it is found in the tree.
+        # Where the wheel is not installed, the package is found in the tree.
         "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(REPO / "pyclient"), os.environ.get("PYTHONPATH", "")])
+            filter(
+                None,
+                ["" if INSTALLED else str(REPO / "pyclient"), os.environ.get("PYTHONPATH", "")],
+            )
         ),
     }
 

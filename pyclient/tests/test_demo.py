@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -65,10 +66,45 @@ def test_a_server_that_does_not_answer_ends_in_a_line_and_keeps_the_rows(
 
 def test_an_unknown_part_is_refused() -> None:
     done = subprocess.run([SETUP, "demos"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "demo, redis or test" in done.stderr
+    assert done.returncode == 2 and "demo, build, redis or test" in done.stderr
 
 
-def test_the_demo_needs_neither_redis_nor_the_tests_tools(tmp_path: Path) -> None:
+def test_a_surprise_ends_in_a_line_that_names_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("examples.stand.command.LOGS", tmp_path / "logs")
+    monkeypatch.setattr("examples.stand.command.stop_on_signals", lambda: None)
+
+    def run() -> None:
+        raise KeyError("tiers")
+
+    with pytest.raises(SystemExit) as ended:
+        command.show(run, None, dict)
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    log = tmp_path / "logs" / "demo.log"
+    assert line == f"demo: KeyError: 'tiers'; its log is {log}"
+    assert "Traceback" in log.read_text()
+
+
+def test_a_step_that_fails_keeps_its_log(tmp_path: Path) -> None:
+    step = [REPO / "scripts" / "step", "build: a/b", "sh", "-c", "echo why; exit 3"]
+    shown = subprocess.run(step, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 3 and shown.stderr.endswith("failed after 0 s:\nwhy\n")
+    kept = subprocess.run(
+        step,
+        env={**os.environ, "STEP_LOGS": str(tmp_path / "logs")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    (line,) = kept.stderr.splitlines()
+    log = Path(line.rsplit(" ", 1)[1])
+    assert kept.returncode == 3 and line.startswith("build: a/b ... failed after 0 s; its log is ")
+    assert log.parent == tmp_path / "logs" and log.read_text() == "why\n"
+
+
+def test_the_demo_needs_neither_a_compiler_nor_redis_nor_the_tests_tools(tmp_path: Path) -> None:
     """In a tree of its own, whose tools note what they are asked for."""
     asked = tmp_path / "asked"
     tree, bin = tmp_path / "tree", tmp_path / "bin"
@@ -93,7 +129,7 @@ def test_the_demo_needs_neither_redis_nor_the_tests_tools(tmp_path: Path) -> Non
         also='[ "$1" != venv ] || '
         f"{{ mkdir -p .venv/bin && ln -s {sys.executable} .venv/bin/python; }}",
     )
-    real = "bash sh env dirname gcc pkg-config mkdir ln cat sha256sum cut flock mktemp rm grep"
+    real = "bash sh env dirname mkdir ln cat sha256sum cut flock mktemp rm grep"
     for name in real.split():
         (bin / name).symlink_to(shutil.which(name) or "/missing")
     (bin / "python3").symlink_to(sys.executable)
@@ -111,8 +147,9 @@ def test_the_demo_needs_neither_redis_nor_the_tests_tools(tmp_path: Path) -> Non
         return asked.read_text() if asked.exists() else "", done.stderr.splitlines()
 
     first, lines = setup("demo")
-    assert "requirements.lock" in first
-    assert not any(word in first for word in ("redis", "versitygw", "requirements-test.lock"))
+    assert "requirements.lock" in first and "ziglang" in first
+    unneeded = ("gcc", "libzmq", "redis", "versitygw", "requirements-test.lock")
+    assert not any(word in first for word in unneeded)
     assert all(line.startswith("setup: ") and line.rsplit(" ", 1)[1] == "s" for line in lines), (
         lines
     )
@@ -120,6 +157,5 @@ def test_the_demo_needs_neither_redis_nor_the_tests_tools(tmp_path: Path) -> Non
     with_redis, _ = setup("demo", "redis")
     assert "redis-server" in with_redis and "versitygw" not in with_redis
     everything, _ = setup()
-    assert all(
-        word in everything for word in ("redis-server", "versitygw", "requirements-test.lock")
-    )
+    tools = ("gcc", "libzmq3-dev", "redis-server", "versitygw", "requirements-test.lock")
+    assert all(word in everything for word in tools)
