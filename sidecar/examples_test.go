@@ -2,18 +2,18 @@ package sidecar
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
 	"go.yaml.in/yaml/v3"
 
-	"lookaside/ipc"
 	"lookaside/sidecar/settings"
 )
 
@@ -102,7 +102,7 @@ func TestExamplesAreTaken(t *testing.T) {
 		t.Errorf("prometheus looks at %v, and the sidecars listen on %v", targets, listens)
 	}
 
-	for name, sidecars := range map[string]int{"sidecar-container.yaml": 1, "daemonset.yaml": 2} {
+	for name, sidecars := range map[string]int{"vllm.yaml": 1, "daemonset.yaml": 2} {
 		settings, found := "", 0
 		for decoder := yaml.NewDecoder(bytes.NewReader(read("kubernetes", name))); ; {
 			var object struct {
@@ -123,13 +123,15 @@ func TestExamplesAreTaken(t *testing.T) {
 					continue
 				}
 				found++
-				args := slices.Clone(c.Args[1:])
 				// The file is a volume's.
-				i := slices.Index(args, "--config")
-				if i < 0 {
+				const config = "--config=/etc/lookaside/sidecar.yaml"
+				args := slices.DeleteFunc(slices.Clone(c.Args[1:]), func(arg string) bool {
+					return arg == config
+				})
+				if len(args) != len(c.Args)-2 {
 					t.Fatalf("%s: %s names no settings", name, c.Name)
 				}
-				if _, err := load(t, settings, nil, slices.Delete(args, i, i+2)...); err != nil {
+				if _, err := load(t, settings, nil, args...); err != nil {
 					t.Errorf("%s: %s: %v", name, c.Name, err)
 				}
 			}
@@ -140,35 +142,34 @@ func TestExamplesAreTaken(t *testing.T) {
 	}
 }
 
-// The image is built by the Go that go.mod names, and with the libzmq that these tests run with.
-func TestImageIsOfTheVersionsThatAreTested(t *testing.T) {
-	read := func(path ...string) string {
-		t.Helper()
-		b, err := os.ReadFile(filepath.Join(append([]string{".."}, path...)...))
+// The manifest that the chart has rendered is of the chart as it is now: make chart UPDATE=1.
+func TestChartIsRendered(t *testing.T) {
+	chart := filepath.Join("..", "packaging", "helm", "lookaside")
+	templates, err := filepath.Glob(filepath.Join(chart, "templates", "*"))
+	if err != nil || len(templates) == 0 {
+		t.Fatalf("no templates: %v", err)
+	}
+	slices.Sort(templates)
+	sum := sha256.New()
+	for _, path := range append([]string{filepath.Join(chart, "Chart.yaml"),
+		filepath.Join(chart, "values.yaml")}, templates...) {
+		b, err := os.ReadFile(path)
 		if err != nil {
 			t.Fatal(err)
 		}
-		return string(b)
+		sum.Write(b)
 	}
-	find := func(text, pattern string) string {
-		t.Helper()
-		m := regexp.MustCompile(pattern).FindStringSubmatch(text)
-		if m == nil {
-			t.Fatalf("nothing is like %s", pattern)
-		}
-		return m[1]
+	rendered, err := os.ReadFile(filepath.Join("..", "examples", "kubernetes", "vllm.yaml"))
+	if err != nil {
+		t.Fatal(err)
 	}
-	dockerfile := read("examples", "kubernetes", "Dockerfile")
-	if wants, has := find(read("go.mod"), `(?m)^toolchain go(\S+)$`),
-		find(dockerfile, `FROM golang:(\S+)-bookworm`); wants != has {
-		t.Errorf("go.mod wants Go %s, and the image is built by %s", wants, has)
+	if want := fmt.Sprintf("%x", sum.Sum(nil))[:16]; !strings.Contains(string(rendered),
+		"packaging/helm/lookaside: "+want+"\n") {
+		t.Errorf("vllm.yaml was rendered from another chart, not from %s: make chart UPDATE=1", want)
 	}
-	pinned := find(dockerfile, `(?m)^ARG LIBZMQ=(\d+\.\d+\.\d+)-\d+$`)
-	if strings.Count(dockerfile, "${LIBZMQ}") != 2 {
-		t.Error("libzmq is not pinned both where it is built with and where it runs")
-	}
-	if runs := ipc.LibraryVersion(); runs != pinned {
-		t.Logf("the image has libzmq %s, and these tests run with %s", pinned, runs)
+	version, err := os.ReadFile(filepath.Join(chart, "Chart.yaml"))
+	if err != nil || !strings.Contains(string(version), "\nappVersion: "+Version+"\n") {
+		t.Errorf("Chart.yaml is not of release %s: %v", Version, err)
 	}
 }
 

@@ -24,8 +24,8 @@ type userManager struct {
 
 // notOfUsers are settings that only the system's manager has, or that would keep the unit from this
 // test's files.
-var notOfUsers = regexp.MustCompile(`(?m)^(User|Group|RuntimeDirectory|Protect|Environment|` +
-	`OOMScoreAdjust|Restrict|Lock|LimitMEMLOCK|NoNewPrivileges|ReadWritePaths|ExecStart)\w*=.*\n`)
+var notOfUsers = regexp.MustCompile(`(?m)^(User|Group|RuntimeDirectory|StateDirectory|Protect|` +
+	`PrivateTmp|PrivateMounts|Device|Environment|OOMScoreAdjust|LimitMEMLOCK|ExecStart)\w*=.*\n`)
 
 func startManager(t *testing.T) *userManager {
 	t.Helper()
@@ -53,10 +53,15 @@ func startManager(t *testing.T) *userManager {
 	if err := os.Mkdir(filepath.Join(dir, "run"), 0o700); err != nil {
 		t.Fatal(err)
 	}
+	// What the filters forbid is fatal here, and so not missed.
 	command := fmt.Sprintf("[Service]\nExecStart=%s serve --runtime-dir %s/%%i "+
-		"--arena-kind memfd --arena-limit 16M\n", binary, dir)
+		"--arena-kind memfd --arena-limit 16M --arena-numa 0 --disk %s/disk:64M\n", binary, dir, dir)
 	text := strings.Replace(notOfUsers.ReplaceAllString(string(unit), ""), "[Service]\n", command,
 		1)
+	text = strings.Replace(text, "SystemCallErrorNumber=EPERM\n", "", 1)
+	if !strings.Contains(text, "\nSystemCallFilter=") {
+		t.Fatalf("the unit does not filter system calls:\n%s", text)
+	}
 	if err := os.WriteFile(filepath.Join(units, "lookaside@.service"), []byte(text),
 		0o600); err != nil {
 		t.Fatal(err)
@@ -149,6 +154,16 @@ func TestSystemdKeepsTheArena(t *testing.T) {
 	m := startManager(t)
 	m.must("start", "lookaside@one")
 	st := m.status(0)
+	process, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", st.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"\nSeccomp:\t2\n", "\nNoNewPrivs:\t1\n",
+		"\nCapBnd:\t0000000000000000\n"} {
+		if !strings.Contains(string(process), want) {
+			t.Errorf("the unit's process lacks %q:\n%s", want, process)
+		}
+	}
 	dir := filepath.Join(m.dir, "one")
 	shape := prefixes.Shape{PageBytes: 4096, PagesPerChunk: 4}
 	p, err := prefixes.Dial(dir, shape, 1, 40)
@@ -202,5 +217,46 @@ func TestSystemdKeepsTheArena(t *testing.T) {
 	m.must("start", "lookaside@one")
 	if st = m.status(st.PID); st.Arena.Recovered.Chunks != 0 || st.Arena.Recovered.Why == "" {
 		t.Errorf("%+v", st.Arena.Recovered)
+	}
+}
+
+// systemd finds no mistake in the example's files, and little that the unit leaves open.
+func TestSystemdUnitIsVerified(t *testing.T) {
+	if _, err := exec.LookPath("systemd-analyze"); err != nil {
+		t.Skipf("SKIPPED: %v", err)
+	}
+	examples, err := filepath.Abs("../../../examples/systemd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	unit, err := os.ReadFile(filepath.Join(examples, "lookaside@.service"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The command must be there to be verified.
+	path := filepath.Join(t.TempDir(), "lookaside@llama-0.service")
+	text := strings.ReplaceAll(string(unit), "/usr/local/bin/lookaside", binary)
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, command := range [][]string{
+		{"systemd-analyze", "verify", "--man=no", path},
+		{"systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", path},
+		{"systemd-sysusers", "--dry-run", filepath.Join(examples, "sysusers.conf")},
+	} {
+		out, err := exec.Command(command[0], command[1:]...).CombinedOutput()
+		if err != nil || command[1] == "verify" && len(out) > 0 {
+			t.Errorf("%v: %v\n%s", command, err, out)
+		}
+	}
+	// What is misspelt is found.
+	wrong := filepath.Join(filepath.Dir(path), "lookaside@wrong.service")
+	if err := os.WriteFile(wrong, []byte(strings.Replace(text, "UMask=", "UMusk=", 1)),
+		0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, _ := exec.Command("systemd-analyze", "verify", "--man=no",
+		wrong).CombinedOutput(); !strings.Contains(string(out), "UMusk") {
+		t.Errorf("verify overlooks a misspelt setting: %s", out)
 	}
 }
