@@ -107,8 +107,8 @@ func (c *counters) prefilled(m *wire.Prefilled, perToken float64) {
 type SavedTime struct {
 	TTFTS          float64 `json:"ttft_s" doc:"Estimate of the time to first token saved: compute_s less lookup_s and load_s. Below 0 where lookups and loads took longer than computing would have. It does not know of the engine's steps that a load waits for, nor of what a request gains because others compute less."`
 	ComputeS       float64 `json:"compute_s" doc:"What vLLM would have computed the loaded tokens in, by the time that its recent prefill steps took for a token."`
-	LookupS        float64 `json:"lookup_s" doc:"What lookups took in the sidecar, with what they waited for tiers, also those that found nothing."`
-	LoadS          float64 `json:"load_s" doc:"What loads took, from the grant of their places to their release, on the first rank of each scheduler."`
+	LookupS        float64 `json:"lookup_s" doc:"What lookups took in the sidecar, with what they waited for tiers, also those that found nothing; of an engine whose ranks ask separately, those of the lowest rank."`
+	LoadS          float64 `json:"load_s" doc:"What loads took, from the grant of their places to their release, on the lowest rank of each engine."`
 	UnpricedTokens uint64  `json:"unpriced_tokens" doc:"Of the loaded tokens, those that compute_s has nothing for: vLLM had not measured its prefills yet."`
 }
 

@@ -1,6 +1,8 @@
 package connector
 
 import (
+	"hash/maphash"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -19,19 +21,24 @@ const endsKept = 4096
 // memory is fixed, 1.5 MiB, and it allocates nothing.
 type ends struct {
 	mu sync.Mutex // guards all of it
-	// The ring. The numbers of the lookups lie apart, so that a search by number reads little.
+	// The ring. The numbers of the lookups lie apart, so that a search by number reads little, and
+	// so do hashes of the requests whose end was counted with this lookup; 0: none.
 	lookups []uint64
+	counted []uint64
 	list    []end
 	next    int
+	seed    maphash.Seed
 }
 
 // end is one lookup.
 type end struct {
 	session  uint64
+	name     uint64 // a hash of the engine and the request; 0: the request has no name
 	space    engine.SpaceID
 	request  [wire.MaxRequestBytes]byte
 	length   uint8 // of request
 	answered bool
+	again    bool // the end of its request was counted before
 	admitted bool
 	reason   why.Reason // the client's own; End: none
 	at       time.Time
@@ -51,34 +58,58 @@ func (e *ends) begin(ses *session, m *wire.Lookup, asked int, at time.Time) {
 	defer e.mu.Unlock()
 	if e.list == nil {
 		e.lookups, e.list = make([]uint64, endsKept), make([]end, endsKept)
+		e.counted, e.seed = make([]uint64, endsKept), maphash.MakeSeed()
 	}
-	e.lookups[e.next] = m.Lookup
+	e.lookups[e.next], e.counted[e.next] = m.Lookup, 0
 	x := &e.list[e.next]
 	*x = end{session: ses.id, space: ses.space.id, at: at, first: int(m.FirstPage), asked: asked,
 		length: uint8(len(m.Request))}
 	copy(x.request[:], m.Request)
+	if len(m.Request) > 0 {
+		x.name = max(1, maphash.String(e.seed, ses.key.id)^maphash.Bytes(e.seed, m.Request))
+	}
 	e.next = (e.next + 1) % endsKept
 }
 
 // find returns the last lookup of a session that has this number, or nil. The caller holds e.mu.
 func (e *ends) find(session, lookup uint64) *end {
-	for k := range e.lookups {
-		i := (e.next - 1 - k + 2*endsKept) % endsKept
-		if e.lookups[i] == lookup && e.list[i].session == session {
-			return &e.list[i]
-		}
+	if i := e.index(session, lookup); i >= 0 {
+		return &e.list[i]
 	}
 	return nil
 }
 
-// answer notes how a lookup ended.
+// index returns where find's lookup is; -1: nowhere.
+func (e *ends) index(session, lookup uint64) int {
+	for k := range e.lookups {
+		i := (e.next - 1 - k + 2*endsKept) % endsKept
+		if e.lookups[i] == lookup && e.list[i].session == session {
+			return i
+		}
+	}
+	return -1
+}
+
+// answer notes how a lookup ended. It returns false if the end of its request was counted before,
+// and otherwise takes it as counted now.
 func (e *ends) answer(session, lookup uint64, pages int, a engine.Absence, from stack.Sources,
-	took time.Duration) {
+	took time.Duration) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if x := e.find(session, lookup); x != nil {
-		x.answered, x.pages, x.absence, x.from, x.took = true, pages, a, from, took
+	i := e.index(session, lookup)
+	if i < 0 {
+		return true
 	}
+	x := &e.list[i]
+	x.answered, x.pages, x.absence, x.from, x.took = true, pages, a, from, took
+	if x.name == 0 {
+		return true
+	}
+	if x.again = slices.Contains(e.counted, x.name); x.again {
+		return false
+	}
+	e.counted[i] = x.name
+	return true
 }
 
 // admit notes what became of the request that a lookup was for.
@@ -113,16 +144,22 @@ type End struct {
 }
 
 // Ends returns the last lookups for requests whose name begins with a text, newest first, at most
-// limit.
+// limit. Of those that were not their request's first, such as those of states, it returns a few.
 func (s *Server) Ends(request string, limit int) (out []End) {
 	e := &s.ends
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	again := map[string]int{} // by request
 	for k := range e.list {
 		x := &e.list[(e.next-1-k+2*endsKept)%endsKept]
 		name := string(x.request[:x.length])
 		if x.at.IsZero() || name == "" || !strings.HasPrefix(name, request) {
 			continue
+		}
+		if x.again && !x.admitted {
+			if again[name]++; again[name] > max(1, limit/4) {
+				continue
+			}
 		}
 		if len(out) == limit {
 			break

@@ -439,6 +439,7 @@ func (s *Server) adopt(h *handedSession, sp *space, conn *ipc.Conn, direct *os.F
 	// Locked until it is welcomed, so that a region pushed meanwhile comes after that.
 	ses.sendMu.Lock()
 	s.sessions[h.id] = ses
+	s.chooseLead(ses)
 	return a, nil
 }
 

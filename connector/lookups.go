@@ -149,14 +149,21 @@ func (s *Server) lookup(m *wire.Lookup, msg, reply []byte) (uint64, []byte) {
 	}
 	tokens := pages * g.PageTokens
 	took := time.Since(start)
-	s.count.lookupNanos.Add(int64(took))
+	s.countWait(ses, took)
 	s.countAnswer(who, pages, tokens, took)
-	a := s.ended(ses.space, int(m.FirstPage), asked, pages, q.Why)
-	s.ends.answer(ses.id, m.Lookup, pages, a, stack.Sources{Arena: pages}, took)
+	a := s.ended(ses, m.Lookup, int(m.FirstPage), asked, pages, q.Why,
+		stack.Sources{Arena: pages}, took)
 	r := wire.LookupResult{Lookup: m.Lookup, HitPages: uint32(pages), HitTokens: uint32(tokens),
 		InMemory: pages > 0 && s.inMemory(ses.owner, m.Lookup), Reason: uint8(a.Reason),
-		TookUs: micros(took)}
+		TookUs: micros(took), HitBytes: uint64(pages) * uint64(g.PageBytes)}
 	return m.Session, r.Append(reply)
+}
+
+// countWait counts the time that an engine has waited for a lookup.
+func (s *Server) countWait(ses *session, took time.Duration) {
+	if ses.leads.Load() {
+		s.count.lookupNanos.Add(int64(took))
+	}
 }
 
 // micros returns a time in µs, as messages have it: at least 1 unless it is 0.
@@ -208,14 +215,15 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 	if ses == nil {
 		return // the session has ended, and with it the lookup
 	}
-	tokens := a.Pages * ses.space.geometry.PageTokens
-	s.count.lookupNanos.Add(int64(a.Took))
+	g := ses.space.geometry
+	tokens := a.Pages * g.PageTokens
+	s.countWait(ses, a.Took)
 	s.countAnswer(a.Tenant, a.Pages, tokens, a.Took)
-	x := s.ended(ses.space, a.First, a.Asked, a.Pages, a.Why)
-	s.ends.answer(ses.id, a.Lookup, a.Pages, x, a.From, a.Took)
+	x := s.ended(ses, a.Lookup, a.First, a.Asked, a.Pages, a.Why, a.From, a.Took)
 	m := wire.LookupResult{Lookup: a.Lookup, HitPages: uint32(a.Pages), HitTokens: uint32(tokens),
 		InMemory: a.Pages > 0 && s.inMemory(a.Owner, a.Lookup), Reason: uint8(x.Reason),
-		TookUs: micros(a.Took), BeganUs: micros(a.Began), Sources: s.appendSources(&a.From, nil)}
+		TookUs: micros(a.Took), BeganUs: micros(a.Began), Sources: s.appendSources(&a.From, nil),
+		HitBytes: uint64(a.Pages) * uint64(g.PageBytes)}
 	s.lookups.Post(ses.id, m.Append(nil))
 }
 

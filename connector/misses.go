@@ -3,10 +3,12 @@ package connector
 import (
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"lookaside/internal/unshared"
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
+	"lookaside/tiers/stack"
 	"lookaside/tiers/why"
 )
 
@@ -30,15 +32,20 @@ func (c *missCounters) snapshot() map[string]why.Count {
 	return out
 }
 
-// ended counts the end of a lookup of a space that asked for pages from first on, and found so
-// many. It returns why, which may say more than the stack knew.
-func (s *Server) ended(sp *space, first, asked, pages int, a engine.Absence) engine.Absence {
+// ended notes the end of a lookup that asked for pages from first on and found so many. It counts
+// it unless another lookup for the same request was counted: a request that waits asks again, the
+// ranks of an engine ask separately, and states are looked up by themselves. It returns why, which
+// may say more than the stack knew.
+func (s *Server) ended(ses *session, lookup uint64, first, asked, pages int, a engine.Absence,
+	from stack.Sources, took time.Duration) engine.Absence {
 	if pages >= asked {
 		a = engine.Absence{}
-	} else if a.Reason == why.NeverStored && first+pages == 0 && sp.otherNames.Load() {
+	} else if a.Reason == why.NeverStored && first+pages == 0 && ses.space.otherNames.Load() {
 		a.Reason = why.OtherSeed
 	}
-	s.count.misses.add(a.Reason, asked-pages)
+	if s.ends.answer(ses.id, lookup, pages, a, from, took) {
+		s.count.misses.add(a.Reason, asked-pages)
+	}
 	return a
 }
 

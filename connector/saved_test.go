@@ -52,3 +52,45 @@ func TestSavedTime(t *testing.T) {
 		t.Errorf("%+v", d)
 	}
 }
+
+// Ranks with a session each look up and load at the same time: their engine waits once.
+func TestSavedTimeOfRanksOnOneSidecar(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	p := onePrefix(1)
+	var workers []*worker
+	var schedulers []*scheduler
+	for rank := range uint32(2) {
+		w := r.worker(ranked(workerHello("e"), rank, 1))
+		w.store(p, 0, 8)
+		workers = append(workers, w)
+	}
+	for rank := range uint32(2) {
+		schedulers = append(schedulers, r.scheduler(ranked(schedulerHello("e"), 1-rank, 1)))
+	}
+	low, high := schedulers[1], schedulers[0]
+	loads := func(s *scheduler, w *worker) connector.SavedTime {
+		t.Helper()
+		before := r.server.Counters().Saved
+		id, hit := s.lookup(p, 0, 8)
+		if hit != 8 {
+			t.Fatal(hit)
+		}
+		g, err := w.load(s, id, p, 0, 8)
+		check(t, err)
+		check(t, w.ses.Send(&wire.Release{Load: g.Load}))
+		w.sync()
+		return r.server.Counters().Saved.Since(before)
+	}
+	if got := loads(high, workers[1]); got != (connector.SavedTime{}) {
+		t.Errorf("the higher rank's time counts: %+v", got)
+	}
+	if got := loads(low, workers[0]); got.LookupS <= 0 || got.LoadS <= 0 {
+		t.Errorf("the lowest rank's time does not count: %+v", got)
+	}
+	// The remaining one leads.
+	low.ses.Close()
+	r.eventually("the session to end", func() bool { return r.server.Sessions() == 3 })
+	if got := loads(high, workers[1]); got.LookupS <= 0 || got.LoadS <= 0 {
+		t.Errorf("the remaining rank's time does not count: %+v", got)
+	}
+}

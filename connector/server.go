@@ -440,6 +440,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (_ *session, _ []Region, p
 	// Locked until the handshake is sent, so that a region pushed meanwhile comes after it.
 	ses.sendMu.Lock()
 	s.sessions[id] = ses
+	s.chooseLead(ses)
 	s.count.sessionsOpened.Add(1)
 	return ses, regions, preparing, nil
 }
@@ -658,6 +659,25 @@ func (s *Server) strike(ses *session) {
 	}
 	if inst.sessions--; inst.sessions == 0 {
 		delete(s.instances, ses.key)
+	}
+	s.chooseLead(ses)
+}
+
+// chooseLead sets which schedulers of an engine lead, after ses has come or gone. The caller holds
+// s.mu.
+func (s *Server) chooseLead(ses *session) {
+	if ses.role != wire.RoleScheduler {
+		return
+	}
+	var all []*session
+	lowest := uint32(math.MaxUint32)
+	for _, other := range s.sessions {
+		if other.role == wire.RoleScheduler && other.key.id == ses.key.id {
+			all, lowest = append(all, other), min(lowest, other.key.rank)
+		}
+	}
+	for _, other := range all {
+		other.leads.Store(other.key.rank == lowest)
 	}
 }
 

@@ -70,9 +70,12 @@ type session struct {
 	// stores and loads have the pages of each extent of the open stores and loads, for the
 	// counters. The engine bounds how many there are.
 	stores, loads map[uint64][]uint32
-	// begun has when the open loads were granted that saved time is counted of: those of the
-	// scheduler's first rank.
+	// begun has when the open loads were granted that saved time is counted of: those of the first
+	// rank of a scheduler that leads.
 	begun map[uint64]time.Time
+	// leads is set for a scheduler if no other one of its engine here has a lower rank. Ranks ask
+	// and load at the same time, so the time that an engine waits is counted of this one alone.
+	leads atomic.Bool
 	// recomputeUs is what computing a page takes, by a scheduler's last lookup; 0: not known.
 	recomputeUs atomic.Uint32
 	spare       [][]uint32 // slices for reuse, see pagesOf
@@ -88,6 +91,7 @@ type session struct {
 		commit       wire.CommitStore
 		abort        wire.AbortStore
 		prepareLoad  wire.PrepareLoad
+		fetch        wire.Fetch
 		loadGrant    wire.LoadGrant
 		release      wire.Release
 		ping         wire.Ping
@@ -410,6 +414,11 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 			return nil, err
 		}
 		return ses.prepareLoad(), nil
+	case t == wire.TypeFetch && worker:
+		if err := m.fetch.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		return ses.fetch(), nil
 	case t == wire.TypeRelease && worker:
 		if err := m.release.Decode(b, lim); err != nil {
 			return nil, err
@@ -693,23 +702,60 @@ func (ses *session) prepareLoad() []byte {
 	if err != nil {
 		return ses.fail(m.ID, err)
 	}
-	ses.ends, err = s.engine.LoadEnds(ses.owner, load, ses.ends[:0])
-	names := wire.Names(ses.ends)
-	if err == nil && names != [wire.NamesBytes]byte(m.Names) {
-		err = fmt.Errorf("%w: lookup %d holds other pages than were ordered", tiers.ErrStale,
-			m.Lookup)
-	}
-	if err != nil {
-		_ = s.engine.Release(ses.owner, load, nil)
+	if err := ses.nameLoad(load); err != nil {
 		return ses.fail(m.ID, err)
 	}
-	g := &ses.msg.loadGrant
-	*g = wire.LoadGrant{ID: m.ID, Load: load, Names: names[:], Extents: g.Extents[:0]}
-	g.Extents = ses.convert(g.Extents, extents)
-	ses.loads[load] = ses.pagesOf(extents)
-	if ses.key.rank == scheduler.key.rank {
+	if wire.Names(ses.ends) != [wire.NamesBytes]byte(m.Names) {
+		_ = s.engine.Release(ses.owner, load, nil)
+		return ses.fail(m.ID, fmt.Errorf("%w: lookup %d holds other pages than were ordered",
+			tiers.ErrStale, m.Lookup))
+	}
+	if ses.key.rank == scheduler.key.rank && scheduler.leads.Load() {
 		ses.begun[load] = time.Now()
 	}
+	return ses.grantLoad(m.ID, load)
+}
+
+// fetch leases what is held of one chunk, and says where it is. Nothing waits for a tier: a client
+// that can wait has a lookup bring the chunk up first.
+func (ses *session) fetch() []byte {
+	m, s := &ses.msg.fetch, ses.server
+	g := &ses.space.geometry
+	if len(m.Hash) != g.DigestBytes {
+		return ses.fail(m.ID, fmt.Errorf("%w: a hash of %d bytes, want %d", tiers.ErrInvalid,
+			len(m.Hash), g.DigestBytes))
+	}
+	load, extents, err := s.engine.Fetch(ses.owner, m.Hash, ses.extents[:0])
+	ses.extents = extents
+	held := 0
+	if err == nil {
+		held = 1
+	}
+	s.cfg.Demand.Lookup(ses.space.fingerprint, g, uint64(ses.owner), 0, 0, nil, m.Hash, held, true)
+	if err == nil {
+		err = ses.nameLoad(load)
+	}
+	if err != nil {
+		return ses.fail(m.ID, err)
+	}
+	return ses.grantLoad(m.ID, load)
+}
+
+// nameLoad reads the digests of a load's pages into ses.ends. If it fails the load has ended.
+func (ses *session) nameLoad(load uint64) (err error) {
+	if ses.ends, err = ses.server.engine.LoadEnds(ses.owner, load, ses.ends[:0]); err != nil {
+		_ = ses.server.engine.Release(ses.owner, load, nil)
+	}
+	return err
+}
+
+// grantLoad answers with a load of ses.extents, which nameLoad has named.
+func (ses *session) grantLoad(id uint32, load uint64) []byte {
+	names := wire.Names(ses.ends)
+	g := &ses.msg.loadGrant
+	*g = wire.LoadGrant{ID: id, Load: load, Names: names[:], Extents: g.Extents[:0]}
+	g.Extents = ses.convert(g.Extents, ses.extents)
+	ses.loads[load] = ses.pagesOf(ses.extents)
 	return ses.answer(g)
 }
 

@@ -4,6 +4,8 @@ import (
 	"os"
 	"regexp"
 	"slices"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -38,13 +40,15 @@ func TestLastLookupsAreRemembered(t *testing.T) {
 	ses := &session{id: 5, space: &space{id: 1}}
 	var a engine.Absence
 	a.Reason = why.Evicted
-	n := uint64(0)
+	n, name := uint64(0), make([]byte, 0, 32)
 	note := func() {
 		n++
-		m := wire.Lookup{Lookup: n, Request: wire.Label("r")}
+		kind := "r-"
 		if n%2 == 0 {
-			m.Request = wire.Label("even")
+			kind = "even-"
 		}
+		name = strconv.AppendUint(append(name[:0], kind...), n, 10)
+		m := wire.Lookup{Lookup: n, Request: name}
 		s.ends.begin(ses, &m, 9, time.Now())
 		s.ends.answer(5, n, 3, a, stack.Sources{Arena: 3}, time.Millisecond)
 	}
@@ -59,7 +63,7 @@ func TestLastLookupsAreRemembered(t *testing.T) {
 		got[0].Why.Reason != why.Evicted || got[0].Pages != 3 || got[0].Asked != 9 {
 		t.Fatalf("%d, %+v", len(got), got[0])
 	}
-	if got := s.Ends("ev", 3*endsKept); len(got) != endsKept/2 || got[0].Request != "even" {
+	if got := s.Ends("ev", 3*endsKept); len(got) != endsKept/2 || !strings.HasPrefix(got[0].Request, "even-") {
 		t.Errorf("%d, %+v", len(got), got[0])
 	}
 	if got := s.Ends("even", 2); len(got) != 2 {

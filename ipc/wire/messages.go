@@ -276,7 +276,22 @@ func (m *PrepareLoad) fields(v *visitor) *visitor {
 	return v
 }
 
-// LoadGrant is the reply to PrepareLoad. It says where the pages are.
+// Fetch asks for page 0 of a prefix, without a lookup: one round trip finds it, leases its chunk
+// and says where it is. The reply is a LoadGrant, or the error not_found.
+type Fetch struct {
+	ID   uint32
+	Hash []byte // of page 0; aliases the input
+}
+
+func (m *Fetch) fields(v *visitor) *visitor {
+	v.begin(TypeFetch)
+	v.u32("id", &m.ID)
+	v.bin("hash", &m.Hash, MaxDigestBytes)
+	v.check(len(m.Hash) > 0, "hash", "is empty")
+	return v
+}
+
+// LoadGrant is the reply to PrepareLoad and Fetch. It says where the pages are.
 type LoadGrant struct {
 	ID      uint32
 	Load    uint64 // handle for Release, never 0
@@ -601,6 +616,7 @@ type LookupResult struct {
 	// of them were in the arena, such as "arena 16, disk 48", at most MaxSourcesBytes.
 	TookUs, BeganUs uint32
 	Sources         Label
+	HitBytes        uint64 // of the pages, as they lie in the arena
 }
 
 func (m *LookupResult) fields(v *visitor) *visitor {
@@ -613,6 +629,7 @@ func (m *LookupResult) fields(v *visitor) *visitor {
 	v.u32("took_us", &m.TookUs)
 	v.u32("began_us", &m.BeganUs)
 	v.label("sources", &m.Sources, MaxSourcesBytes)
+	v.u64("hit_bytes", &m.HitBytes)
 	return v
 }
 

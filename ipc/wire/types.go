@@ -30,6 +30,7 @@ const (
 	TypePrepareLoad    Type = 20
 	TypeLoadGrant      Type = 21
 	TypeRelease        Type = 22
+	TypeFetch          Type = 23
 	TypePing           Type = 30
 	TypePong           Type = 31
 	TypeClearSpace     Type = 32
@@ -82,6 +83,7 @@ var kinds = map[Type]struct {
 	TypePrepareLoad:    {"PrepareLoad", empty[PrepareLoad]},
 	TypeLoadGrant:      {"LoadGrant", empty[LoadGrant]},
 	TypeRelease:        {"Release", empty[Release]},
+	TypeFetch:          {"Fetch", empty[Fetch]},
 	TypePing:           {"Ping", empty[Ping]},
 	TypePong:           {"Pong", empty[Pong]},
 	TypeClearSpace:     {"ClearSpace", empty[ClearSpace]},
@@ -154,6 +156,7 @@ func (*AbortStore) Type() Type     { return TypeAbortStore }
 func (*PrepareLoad) Type() Type    { return TypePrepareLoad }
 func (*LoadGrant) Type() Type      { return TypeLoadGrant }
 func (*Release) Type() Type        { return TypeRelease }
+func (*Fetch) Type() Type          { return TypeFetch }
 func (*Ping) Type() Type           { return TypePing }
 func (*Pong) Type() Type           { return TypePong }
 func (*ClearSpace) Type() Type     { return TypeClearSpace }
@@ -198,6 +201,7 @@ func (m *AbortStore) Append(dst []byte) []byte     { return m.fields(write(dst))
 func (m *PrepareLoad) Append(dst []byte) []byte    { return m.fields(write(dst)).bytes() }
 func (m *LoadGrant) Append(dst []byte) []byte      { return m.fields(write(dst)).bytes() }
 func (m *Release) Append(dst []byte) []byte        { return m.fields(write(dst)).bytes() }
+func (m *Fetch) Append(dst []byte) []byte          { return m.fields(write(dst)).bytes() }
 func (m *Ping) Append(dst []byte) []byte           { return m.fields(write(dst)).bytes() }
 func (m *Pong) Append(dst []byte) []byte           { return m.fields(write(dst)).bytes() }
 func (m *ClearSpace) Append(dst []byte) []byte     { return m.fields(write(dst)).bytes() }
@@ -242,6 +246,7 @@ func (m *AbortStore) Decode(b []byte, l *Limits) error     { return m.fields(rea
 func (m *PrepareLoad) Decode(b []byte, l *Limits) error    { return m.fields(read(b, l)).done() }
 func (m *LoadGrant) Decode(b []byte, l *Limits) error      { return m.fields(read(b, l)).done() }
 func (m *Release) Decode(b []byte, l *Limits) error        { return m.fields(read(b, l)).done() }
+func (m *Fetch) Decode(b []byte, l *Limits) error          { return m.fields(read(b, l)).done() }
 func (m *Ping) Decode(b []byte, l *Limits) error           { return m.fields(read(b, l)).done() }
 func (m *Pong) Decode(b []byte, l *Limits) error           { return m.fields(read(b, l)).done() }
 func (m *ClearSpace) Decode(b []byte, l *Limits) error     { return m.fields(read(b, l)).done() }

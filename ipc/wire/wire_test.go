@@ -307,6 +307,8 @@ func random(r *rand.Rand, typ Type) Message {
 			FirstPage: u32() >> 1, Pages: 1 + uint32(r.IntN(65536)), Names: raw(32)}
 	case TypeLoadGrant:
 		return &LoadGrant{ID: u32(), Load: id(), Names: raw(32), Extents: extents()}
+	case TypeFetch:
+		return &Fetch{ID: u32(), Hash: raw(32)}
 	case TypeRelease:
 		return &Release{Load: id(), Bad: indices()}
 	case TypePing:
@@ -360,7 +362,8 @@ func random(r *rand.Rand, typ Type) Message {
 		return m
 	case TypeLookupResult:
 		return &LookupResult{Lookup: u64(), HitPages: u32(), HitTokens: u32(),
-			InMemory: r.IntN(2) == 1}
+			InMemory: r.IntN(2) == 1, Reason: uint8(r.IntN(256)), TookUs: u32(), BeganUs: u32(),
+			Sources: tenant(), HitBytes: u64()}
 	case TypeTrim:
 		return &Trim{Session: id(), Secret: raw(16), Lookup: u64(), FirstPage: u32()}
 	case TypeCancel:
@@ -510,8 +513,8 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 	for _, typ := range []Type{
 		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypeAdvise,
 		TypePrepareStore, TypeStoreGrant, TypeCommitStore,
-		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypePing, TypePong, TypePeerPages,
-		TypePeerLease, TypePeerGrant, TypePeerRelease,
+		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypeFetch, TypePing, TypePong,
+		TypePeerPages, TypePeerLease, TypePeerGrant, TypePeerRelease,
 	} {
 		raw := random(r, typ).Append(nil)
 		m := New(typ)

@@ -31,6 +31,39 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 	out []Extent) (load uint64, extents []Extent, err error) {
 	e.mu.Lock()
 	defer e.unlock()
+	return e.prepareLoad(o, scheduler, lookup, firstPage, pages, out)
+}
+
+// fetchLookup is the id of the lookup that a Fetch is for a moment.
+const fetchLookup = 0
+
+// Fetch leases page 0 of a prefix, if it is held, as PrepareLoad does for a lookup of the owner's
+// own. An owner that fetches has no lookup 0.
+//
+// ErrNotFound: it is not held; ErrBusy: the owner has leased as much of the arena as one may.
+func (e *Engine) Fetch(o Owner, hash []byte, out []Extent) (load uint64, extents []Extent,
+	err error) {
+	e.mu.Lock()
+	defer e.unlock()
+	limited := e.stats.Limited
+	pages, x, err := e.lookUp(o, fetchLookup, 0, hash)
+	switch {
+	case err != nil:
+		return 0, out, err
+	case pages == 0 && e.stats.Limited != limited:
+		return 0, out, fmt.Errorf("%w: owner %d has leased as much as one may", tiers.ErrBusy, o)
+	case pages == 0:
+		return 0, out, fmt.Errorf("%w: not held", tiers.ErrNotFound)
+	}
+	load, extents, err = e.prepareLoad(o, o, fetchLookup, 0, 1, out)
+	if err != nil {
+		e.endLease(x)
+	}
+	return load, extents, err
+}
+
+func (e *Engine) prepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages int,
+	out []Extent) (load uint64, extents []Extent, err error) {
 	ow, err := e.owner(o)
 	if err != nil {
 		return 0, out, err
