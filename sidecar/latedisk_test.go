@@ -17,18 +17,24 @@ import (
 	"lookaside/tiers"
 )
 
+// pointTo makes dir a link to target in one step. What tries dir all the time finds the old target
+// or the new one, and never a free name, where it would make a directory of its own.
+func pointTo(t *testing.T, dir, target string) {
+	t.Helper()
+	link := dir + ".new"
+	if err := errors.Join(os.Symlink(target, link), os.Rename(link, dir)); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // brokenDir makes a path in which nothing can be made, and returns what mends it. A link that leads
 // nowhere stands in for a disk that is not mounted: root may do everything else.
 func brokenDir(t *testing.T, dir string) (mend func()) {
 	t.Helper()
-	if err := os.Symlink(filepath.Join(t.TempDir(), "not", "mounted"), dir); err != nil {
-		t.Fatal(err)
-	}
+	pointTo(t, dir, filepath.Join(t.TempDir(), "not", "mounted"))
 	return func() {
 		t.Helper()
-		if err := errors.Join(os.Remove(dir), os.Mkdir(dir, 0o700)); err != nil {
-			t.Fatal(err)
-		}
+		pointTo(t, dir, t.TempDir())
 	}
 }
 
@@ -150,22 +156,14 @@ func TestWrongDiskSettingsAreErrors(t *testing.T) {
 // What was cleared while the disk was not there is not found when it is.
 func TestClearedWhileADiskIsMissing(t *testing.T) {
 	lateAtOnce(t)
-	dir := filepath.Join(t.TempDir(), "kv")
+	dir, disk := filepath.Join(t.TempDir(), "kv"), t.TempDir()
+	pointTo(t, dir, disk)
 	d, _ := startDaemon(t, withDisk(t, dir, ""))
 	const pages = 40
 	storedPrefix(t, d, pages).Close()
 	untilTierHas(t, d, 0, pages)
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
-	}
-	away := dir + ".away"
-	if err := os.Rename(dir, away); err != nil {
-		t.Fatal(err)
-	}
-	mend := func() {
-		if err := errors.Join(os.Remove(dir), os.Rename(away, dir)); err != nil {
-			t.Fatal(err)
-		}
 	}
 	for _, clear := range []bool{false, true} {
 		brokenDir(t, dir)
@@ -185,7 +183,7 @@ func TestClearedWhileADiskIsMissing(t *testing.T) {
 				t.Errorf("Clear: %v", err)
 			}
 		}
-		mend()
+		pointTo(t, dir, disk)
 		until(t, func() any { return tier.Stats() },
 			func() bool { return tier.Stats().CapacityBytes > 0 })
 		if st := tier.Stats(); (st.Pages == 0) != clear {
@@ -193,9 +191,6 @@ func TestClearedWhileADiskIsMissing(t *testing.T) {
 		}
 		if err := closeTiers(open); err != nil {
 			t.Error(err)
-		}
-		if err := os.Rename(dir, away); err != nil {
-			t.Fatal(err)
 		}
 	}
 }

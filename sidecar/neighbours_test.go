@@ -37,7 +37,7 @@ func TestNeighbours(t *testing.T) {
 	one, _ := startDaemon(t, secret("one"))
 	alike, _ := startDaemon(t, secret("one"))
 	other, _ := startDaemon(t, secret("other"))
-	storePrefix(t, one, 3)
+	prefix := storePrefix(t, one, 3)
 	dir := func(d *Daemon) string { return d.cfg.Runtime.Dir }
 	ids := map[*Daemon]string{}
 
@@ -81,6 +81,21 @@ func TestNeighbours(t *testing.T) {
 		t.Errorf("%d bytes are held, want %d", held, one.Status().Arena.UsedBytes)
 	}
 
+	var reason admin.WhyResult
+	r.post("/v1/host/why?id="+ids[one], admin.WhyRequest{Hashes: prefix}, &reason)
+	if p := reason.Prefix; p == nil || p.Pages != 3 || p.End.Reason != "end" {
+		t.Errorf("%+v", reason)
+	}
+	// What the neighbour refuses is refused as it says.
+	ask := "/v1/host/why?id=" + ids[one]
+	r.fails(ask, admin.WhyRequest{Request: "unknown"}, http.StatusNotFound, "unknown", "vLLM's log")
+	r.fails(ask, map[string]any{}, http.StatusBadRequest, "either the name")
+	err := admin.NewClient(dir(alike)).Post(t.Context(), ask, admin.WhyRequest{Request: "unknown"},
+		&reason)
+	if err == nil || !strings.Contains(err.Error(), "404") {
+		t.Errorf("at the socket: %v", err)
+	}
+
 	// Without a token, or with the wrong one, what is secret stays so.
 	for _, tc := range []struct {
 		at     *Daemon
@@ -98,11 +113,22 @@ func TestNeighbours(t *testing.T) {
 		{one, "one", "short", http.StatusUnprocessableEntity},
 	} {
 		r := &adminRig{t: t, addr: tc.at.AdminAddr(), token: tc.token}
-		for _, path := range []string{"/v1/host/status", "/v1/host/arena"} {
-			resp, body := r.send(http.MethodGet, path+"?id="+tc.id, "", nil)
-			if resp.StatusCode != tc.status ||
-				tc.status != http.StatusOK && !strings.Contains(string(body), `"fix"`) {
-				t.Errorf("%+v: %s: %s", tc, resp.Status, body)
+		for _, route := range []struct{ method, path, body string }{
+			{http.MethodGet, "/v1/host/status", ""},
+			{http.MethodGet, "/v1/host/arena", ""},
+			{http.MethodPost, "/v1/host/why", `{"hashes": ["` + prefix[0] + `"]}`},
+		} {
+			kind, want := "", tc.status
+			if route.body != "" {
+				kind = "application/json"
+				if tc.id == ids[open] && want == http.StatusOK {
+					want = http.StatusNotFound // as it says itself: it has no space
+				}
+			}
+			resp, body := r.send(route.method, route.path+"?id="+tc.id, kind, []byte(route.body))
+			if resp.StatusCode != want ||
+				want != http.StatusOK && !strings.Contains(string(body), `"fix"`) {
+				t.Errorf("%s %+v: %s: %s", route.path, tc, resp.Status, body)
 			}
 		}
 	}

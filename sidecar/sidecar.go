@@ -200,7 +200,7 @@ func (d *Daemon) serve() {
 		d.wg.Go(func() { d.watchIdle(ctx) })
 	}
 	d.log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()),
-		zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.Addr()),
+		zap.String("endpoint", d.listener.Dir()), zap.String("admin", d.adminURL()),
 		zap.Int("pid", os.Getpid()), zap.String("generation", fmt.Sprintf("%016x", d.generation)))
 	if err := d.origin.Manager.Ready(); err != nil {
 		d.log.Warn("the service manager does not learn that this sidecar serves", zap.Error(err))
@@ -429,7 +429,15 @@ func (d *Daemon) awaitRestored(ctx context.Context) error {
 // session, else the failure. The caller must still call Shutdown.
 func (d *Daemon) Done() <-chan error { return d.done }
 
-// AdminAddr returns the host:port of the admin server.
+// adminURL returns where the admin server is, as lookaside's --admin takes it.
+func (d *Daemon) adminURL() string {
+	if addr := d.admin.Addr(); addr != "" {
+		return "http://" + addr
+	}
+	return "unix://" + filepath.Join(d.listener.Dir(), "admin.sock")
+}
+
+// AdminAddr returns the host:port of the admin server; "" if it has none.
 func (d *Daemon) AdminAddr() string { return d.admin.Addr() }
 
 func (d *Daemon) finish(err error) {

@@ -1,6 +1,7 @@
 package demand
 
 import (
+	"runtime"
 	"time"
 
 	"lookaside/internal/simulate"
@@ -117,6 +118,7 @@ func (c *curve) count(r *request) {
 		asked, hits := c.sizes[i].cache.Do(&w)
 		c.sizes[i].missed += uint64(asked - hits)
 		c.sizes[i].recent += float64(asked - hits)
+		runtime.Gosched() // a long request takes long
 	}
 }
 

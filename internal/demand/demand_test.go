@@ -199,23 +199,24 @@ func TestCurve(t *testing.T) {
 				}
 				spread := 0.0
 				for i, p := range curve.Points {
-					var of [2]simulate.Result
-					for seed := range of {
-						var err error
-						if of[seed], err = simulate.Run(context.Background(), trace, simulate.Setup{
-							Capacity: int(float64(c.slots) * p.Multiple),
-							Seed:     uint64(seed)}, nil); err != nil {
+					simulated := func(seed uint64) simulate.Result {
+						r, err := simulate.Run(context.Background(), trace, simulate.Setup{
+							Capacity: int(float64(c.slots) * p.Multiple), Seed: seed}, nil)
+						if err != nil {
 							t.Fatal(err)
 						}
+						return r
 					}
-					want := of[0]
+					want := simulated(0)
 					got := 1 - float64(p.Missed)/float64(curve.Asked)
-					// The default policy learns from a sample that its seed selects. Where a size
-					// is just too small for a loop, that decides what it learns.
-					lo := min(of[0].Ratio(), of[1].Ratio()) - 0.02
-					hi := max(of[0].Ratio(), of[1].Ratio()) + 0.02
-					t.Logf("× %-4v %.4f, simulated %.4f %.4f", p.Multiple, got, of[0].Ratio(),
-						of[1].Ratio())
+					lo, hi := want.Ratio()-0.02, want.Ratio()+0.02
+					if got < lo || got > hi {
+						// The default policy learns from a sample that its seed selects. Where a
+						// size is just too small for a loop, that decides what it learns.
+						other := simulated(1).Ratio()
+						lo, hi = min(lo, other-0.02), max(hi, other+0.02)
+					}
+					t.Logf("× %-4v %.4f, simulated %.4f to %.4f", p.Multiple, got, lo, hi)
 					if got < lo || got > hi {
 						t.Errorf("%v arenas: %.4f, want %.4f to %.4f", p.Multiple, got, lo, hi)
 					}
@@ -267,7 +268,7 @@ func TestReuse(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	const lookups = 150000
+	const lookups = 60000
 	for range lookups {
 		page := []uint64{(z.Uint64() + 1) * 0x9E3779B97F4A7C15}
 		d.Lookup(tiers.Fingerprint{}, &g, 1, 1, 0, nil, digests(page), 0, true)

@@ -36,8 +36,7 @@ func (c *converter) yaml() string {
 		m[s.key] = s.value
 	}
 	// its values are words, numbers and booleans
-	j, _ := json.Marshal(transferConfig{"LookasideConnector", "lookaside.connector",
-		cmp.Or(c.role, "kv_both"), "recompute", m})
+	j, _ := json.Marshal(transferConfig{"LookasideConnector", cmp.Or(c.role, "kv_both"), m})
 	b.WriteString("\n# For vLLM, --kv-transfer-config:\n#   " + string(j) + "\n")
 	if missing := (&Result{Keys: c.keys}).Missing(); len(missing) > 0 {
 		b.WriteString("\n# Without an equivalent:\n")
@@ -71,11 +70,9 @@ func (c *converter) yamlSection(b *strings.Builder, section string) {
 
 // transferConfig is the value of vLLM's --kv-transfer-config.
 type transferConfig struct {
-	Connector  string         `json:"kv_connector"`
-	ModulePath string         `json:"kv_connector_module_path"`
-	Role       string         `json:"kv_role"`
-	Failures   string         `json:"kv_load_failure_policy"`
-	Extra      map[string]any `json:"kv_connector_extra_config"`
+	Connector string         `json:"kv_connector"`
+	Role      string         `json:"kv_role"`
+	Extra     map[string]any `json:"kv_connector_extra_config"`
 }
 
 // why returns a reason in the form of comments.

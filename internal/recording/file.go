@@ -98,6 +98,21 @@ func (f *File) Next(rec *Record) error {
 	return err
 }
 
+// PartOf returns which part of a recording a file is; the zero Part if it is a whole one. An error
+// of the file is left to its reader.
+func PartOf(in io.Reader) Part {
+	f, err := Open(in)
+	if err != nil {
+		return Part{}
+	}
+	defer f.Close()
+	var rec Record
+	if f.Next(&rec) != nil || rec.Kind != KindPart {
+		return Part{}
+	}
+	return rec.Part
+}
+
 // Close frees the reader's memory. It does not close what it reads from.
 func (f *File) Close() {
 	if f.zstd != nil {

@@ -28,6 +28,8 @@ const (
 	MaxPages = 1 << 20
 	// MaxSpaces bounds the spaces of a recording.
 	MaxSpaces = 1 << 12
+	// MaxParts bounds the files of a recording.
+	MaxParts = 1 << 30
 	// maxNumber bounds all other numbers, so that no sum of them wraps.
 	maxNumber = 1 << 48
 )
@@ -42,6 +44,7 @@ const (
 	KindStore   Kind = 3 // pages were stored
 	KindDropped Kind = 4 // here requests are missing, because the sidecar had no time for them
 	KindEnd     Kind = 5 // the last record
+	KindPart    Kind = 6 // the first record of a file that is one of several of a recording
 )
 
 // Space describes pages of a kind, and the memory that there was for them.
@@ -69,6 +72,15 @@ type Record struct {
 	TierHeld int
 
 	Dropped uint64 // of KindDropped: requests
+
+	Part Part // of KindPart
+}
+
+// Part says which file of a recording one is. Each file can be read alone; the spaces so far are in
+// it.
+type Part struct {
+	ID     uint64 // of the recording: a random number
+	Number int    // from 1 on
 }
 
 // AppendStart appends what a stream begins with.
@@ -101,6 +113,9 @@ func Append(b []byte, r *Record) []byte {
 		}
 	case KindDropped:
 		number(int64(r.Dropped))
+	case KindPart:
+		b = binary.LittleEndian.AppendUint64(b, r.Part.ID)
+		number(int64(r.Part.Number))
 	}
 	return b
 }
@@ -175,6 +190,15 @@ func (r *Reader) next(rec *Record) error {
 	case KindDropped:
 		n, err := r.number("dropped", maxNumber)
 		rec.Dropped = uint64(n)
+		return err
+	case KindPart:
+		b, err := r.bytes(8)
+		if err != nil {
+			return err
+		}
+		rec.Part.ID = binary.LittleEndian.Uint64(b)
+		n, err := r.number("part", MaxParts)
+		rec.Part.Number = int(n)
 		return err
 	case KindEnd:
 		return io.EOF

@@ -25,6 +25,7 @@ func sample() ([]byte, []Record) {
 		{Kind: KindStore, Number: 1, AfterMs: 0, First: 7, Prev: 9, Pages: []uint64{5}},
 		{Kind: KindLookup, Number: 0, First: 300},
 		{Kind: KindDropped, Dropped: 1000},
+		{Kind: KindPart, Part: Part{ID: 1 << 63, Number: 7}},
 		{Kind: KindLookup, Pages: many(10000), Held: 10000},
 	}
 	b := AppendStart(nil)

@@ -43,75 +43,96 @@ type recorder struct {
 	numbers map[uint64]uint32 // of pages
 }
 
-// ReadRecording reads a recording. If it has spaces of several geometries, it takes the one that
-// was asked for most pages. A recording whose end is missing is read as far as it goes.
-func ReadRecording(name string, in io.Reader) (*Trace, error) {
+// ReadRecording reads a recording, whose files are given in their order. If it has spaces of
+// several geometries, it takes the one that was asked for most pages. A recording whose end is
+// missing is read as far as it goes.
+func ReadRecording(name string, files ...io.Reader) (*Trace, error) {
+	r := reading{name: name, alike: map[recording.Space]*recorder{}}
+	for _, in := range files {
+		if err := r.file(in); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return r.trace()
+}
+
+// reading is a recording that is being read.
+type reading struct {
+	name    string
+	of      []*recorder // by the number of the space in the file that is read
+	alike   map[recording.Space]*recorder
+	order   []*recorder // of alike, as they came
+	all     Recorded
+	blocks  int
+	elapsed int64
+}
+
+// file reads one file.
+func (x *reading) file(in io.Reader) error {
 	f, err := recording.Open(in)
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", name, err)
+		return err
 	}
 	defer f.Close()
-	var (
-		of      []*recorder // by the number of the space
-		alike   = map[recording.Space]*recorder{}
-		rec     recording.Record
-		all     Recorded
-		blocks  int
-		elapsed int64
-	)
+	x.of = nil
+	var rec recording.Record
 	for {
 		err := f.Next(&rec)
 		if errors.Is(err, recording.ErrCut) {
-			all.Cut = true
-			break
+			x.all.Cut = true
+			return nil
 		} else if err == io.EOF {
-			break
+			return nil
 		} else if err != nil {
-			return nil, fmt.Errorf("%s: %w", name, err)
+			return err
 		}
 		switch rec.Kind {
+		case recording.KindPart:
 		case recording.KindSpace:
-			r := alike[rec.Space]
+			r := x.alike[rec.Space]
 			if r == nil {
-				r = newRecorder(name, rec.Space)
-				alike[rec.Space] = r
+				r = newRecorder(x.name, rec.Space)
+				x.alike[rec.Space] = r
+				x.order = append(x.order, r)
 			}
-			of = append(of, r)
+			x.of = append(x.of, r)
 		case recording.KindDropped:
-			all.Dropped += rec.Dropped
+			x.all.Dropped += rec.Dropped
 		default:
-			if blocks += len(rec.Pages); blocks > MaxBlocks {
-				return nil, fmt.Errorf("%s: more than %d pages: record for a shorter time", name,
+			if x.blocks += len(rec.Pages); x.blocks > MaxBlocks {
+				return fmt.Errorf("more than %d pages: record for a shorter time, or read fewer files",
 					MaxBlocks)
 			}
-			if all.Lookups+all.Stores > 0 {
-				elapsed += rec.AfterMs
+			if x.all.Lookups+x.all.Stores > 0 {
+				x.elapsed += rec.AfterMs
 			}
 			if rec.Kind == recording.KindLookup {
-				all.Lookups++
+				x.all.Lookups++
 			} else {
-				all.Stores++
+				x.all.Stores++
 			}
-			of[rec.Number].add(&rec)
+			x.of[rec.Number].add(&rec)
 		}
 	}
+}
+
+// trace returns what was read, of the geometry that was asked for most pages.
+func (x *reading) trace() (*Trace, error) {
 	var most *recorder
 	asked := 0
-	for _, r := range of {
+	for _, r := range x.order {
 		if most == nil || r.t.asked > most.t.asked {
 			most = r
 		}
-	}
-	for _, r := range alike {
 		asked += r.t.asked
 	}
 	if asked == 0 {
-		return nil, fmt.Errorf("%s: no request with a page: nobody looked anything up while it was recorded", name)
+		return nil, fmt.Errorf("%s: no request with a page: nobody looked anything up while it was recorded", x.name)
 	}
 	t := &most.t
-	t.recorded.Lookups, t.recorded.Stores, t.recorded.Dropped = all.Lookups, all.Stores, all.Dropped
-	t.recorded.Cut, t.recorded.Seconds = all.Cut, float64(elapsed)/1000
-	t.recorded.OtherPages = asked - t.asked
+	t.recorded.Lookups, t.recorded.Stores = x.all.Lookups, x.all.Stores
+	t.recorded.Dropped, t.recorded.Cut = x.all.Dropped, x.all.Cut
+	t.recorded.Seconds, t.recorded.OtherPages = float64(x.elapsed)/1000, asked-t.asked
 	return t, nil
 }
 

@@ -29,7 +29,7 @@ import (
 var attacks = []*attack{
 	{name: "connections", does: "opens session sockets, says nothing and holds them",
 		run: attackConnections},
-	{name: "reconnects", does: "opens and closes whole sessions as fast as it can, below a memory limit", run: attackReconnects, memory: 200 << 20, arena: "128M"},
+	{name: "reconnects", does: "opens and closes whole sessions as fast as it can, below a memory limit", run: attackReconnects, memory: 240 << 20, arena: "128M"},
 	{name: "sessions-garbage", does: "sends random and nearly right messages over session sockets",
 		run: attackSessionGarbage},
 	{name: "sessions-foreign",

@@ -36,21 +36,6 @@ type HostSidecar struct {
 	Error string `json:"error"`
 }
 
-// HostSidecars lists the sidecars of this host in the order of their endpoints. It finds those with
-// sockets in this network namespace, wherever their directories are, and those with a directory
-// below dir. ctx bounds the wait for each.
-func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
-	states, err := HostStates(ctx, dir)
-	if err != nil {
-		return nil, err
-	}
-	out := []HostSidecar{}
-	for _, s := range states {
-		out = append(out, s.HostSidecar)
-	}
-	return out, nil
-}
-
 // HostEndpoints returns the directories that sidecars of this host may have: those with sockets in
 // this network namespace, and those below dir. They are sorted. What was killed may be among them.
 func HostEndpoints(dir string) ([]string, error) {

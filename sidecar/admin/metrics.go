@@ -134,6 +134,14 @@ var collected = []struct {
 		"Tokens of admitted requests that vLLM loaded instead of computing them. Divided by lookaside_asked_tokens_total it is what the cache is worth.", nil},
 	{"lookaside_computed_tokens_total",
 		"Tokens of admitted requests that vLLM computed: those asked for and not loaded.", nil},
+	{"lookaside_unpriced_tokens_total",
+		"Loaded tokens without an estimate of the time saved, because vLLM had not measured its prefills yet.", nil},
+	{"lookaside_saved_compute_seconds_total",
+		"Estimate of the time in which vLLM would have computed the loaded tokens.", nil},
+	{"lookaside_spent_seconds_total",
+		"What engines waited for lookups, and for loads.", []string{"on"}},
+	{"lookaside_saved_ttft_seconds",
+		"Estimate of the time to first token saved since the start: saved_compute less spent. Falls where lookups and loads take longer than computing would.", nil},
 	{"lookaside_unshared_spaces",
 		"Spaces that share nothing with another one of their model, here or at another sidecar, by the field that differs by accident, such as none_hash (PYTHONHASHSEED).", []string{"field"}},
 	{"lookaside_lookups_in_flight",
@@ -176,7 +184,7 @@ var collected = []struct {
 		"Pages offered for storing that requests want stored from a later use on.", nil},
 	{"lookaside_pages", "Pages that lookups can find in the arena.", nil},
 	{"lookaside_prefix_ends_total",
-		"Lookups, by the reason for which the prefix ends where it does; end: all was found.",
+		"Requests that were looked up, by the reason for which the prefix ends where it does; end: all was found. What the engine reports of a request counts besides.",
 		[]string{"reason"}},
 	{"lookaside_miss_pages_total",
 		"Pages that lookups asked for and did not find, by the reason of the first page missed.",
@@ -409,6 +417,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(c.descs[name], prometheus.CounterValue, float64(v),
 			labels...)
 	}
+	seconds := func(name string, v float64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(c.descs[name], prometheus.CounterValue, v, labels...)
+	}
 	st := c.o.Status()
 	gauge("lookaside_build_info", 1, st.Version, st.Commit, runtime.Version())
 	state := 1.0
@@ -457,6 +468,11 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	count("lookaside_found_tokens_total", n.Tokens.Found)
 	count("lookaside_loaded_tokens_total", n.Tokens.Loaded)
 	count("lookaside_computed_tokens_total", n.Tokens.Computed)
+	count("lookaside_unpriced_tokens_total", n.Saved.UnpricedTokens)
+	seconds("lookaside_saved_compute_seconds_total", n.Saved.ComputeS)
+	seconds("lookaside_spent_seconds_total", n.Saved.LookupS, "lookup")
+	seconds("lookaside_spent_seconds_total", n.Saved.LoadS, "load")
+	gauge("lookaside_saved_ttft_seconds", n.Saved.TTFTS)
 	count("lookaside_hit_pages_total", n.HitPages)
 	count("lookaside_hit_tokens_total", n.HitTokens)
 	count("lookaside_answers_dropped_total", st.Lookups.AnswersDropped)

@@ -1,13 +1,10 @@
 package admin
 
 import (
-	"cmp"
 	"context"
 	"crypto/sha256"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"net"
 	"net/http"
@@ -71,7 +68,7 @@ type HostResult struct {
 
 // A Neighbour is a sidecar of this host as others see it.
 type Neighbour struct {
-	ID string `json:"id" doc:"Names it in /v1/host/status and /v1/host/arena; the same after a restart."`
+	ID string `json:"id" doc:"Names it in the routes below /v1/host; the same after a restart."`
 	HostSidecar
 	State       string  `json:"state" doc:"serving or draining; empty if it could not be asked."`
 	Engines     int     `json:"engines" doc:"Engines that are connected."`
@@ -81,6 +78,12 @@ type Neighbour struct {
 // neighbourRequest names a sidecar of this host.
 type neighbourRequest struct {
 	ID string `query:"id" required:"true" minLength:"12" maxLength:"12" doc:"As in /v1/host."`
+}
+
+// neighbourWhy asks a sidecar of this host why something missed.
+type neighbourWhy struct {
+	ID   string `query:"id" required:"true" minLength:"12" maxLength:"12" doc:"As in /v1/host."`
+	Body WhyRequest
 }
 
 // neighbourID returns the id of a sidecar.
@@ -164,7 +167,7 @@ func (o *Operations) describe(ctx context.Context, who caller, dir, self string)
 	var st Status
 	if dir == self {
 		st = o.Status()
-	} else if err := o.read(ctx, who, dir, "/v1/status", &st); err != nil {
+	} else if err := o.ask(ctx, who, dir, "/v1/status", nil, &st); err != nil {
 		if errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist) {
 			return nil
 		}
@@ -181,8 +184,9 @@ func (o *Operations) describe(ctx context.Context, who caller, dir, self string)
 	return n
 }
 
-// readNeighbour reads path of the sidecar that an id names into out.
-func (o *Operations) readNeighbour(ctx context.Context, id, path string, out any) error {
+// askNeighbour requests path of the sidecar that an id names, and reads the response into out. With
+// in the request is a POST whose body is in.
+func (o *Operations) askNeighbour(ctx context.Context, id, path string, in, out any) error {
 	who, _ := ctx.Value(callerKey{}).(caller)
 	if err := who.refused(); err != nil {
 		return err
@@ -196,7 +200,7 @@ func (o *Operations) readNeighbour(ctx context.Context, id, path string, out any
 		return apiError(http.StatusNotFound, "GET /v1/host lists those that run",
 			"no sidecar of this host has the id %.12q", id)
 	}
-	if err := o.read(ctx, who, dirs[at], path, out); err != nil {
+	if err := o.ask(ctx, who, dirs[at], path, in, out); err != nil {
 		var own *APIError
 		if errors.As(err, &own) {
 			return own
@@ -206,47 +210,55 @@ func (o *Operations) readNeighbour(ctx context.Context, id, path string, out any
 	return nil
 }
 
-// read reads path of the sidecar at dir into out, with what who may.
-func (o *Operations) read(ctx context.Context, who caller, dir, path string, out any) error {
-	ctx, cancel := context.WithTimeout(ctx, neighbourTimeout)
-	defer cancel()
-	if who.owner {
-		return NewClient(dir).Get(ctx, path, out)
-	}
-	addr, err := os.ReadFile(filepath.Join(dir, addrFile))
-	if err != nil {
-		return fmt.Errorf("its admin.listen: %w", err)
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+path, nil)
+// noPort returns why the sidecar at dir has no admin.addr: it serves its owner only, or none runs
+// there.
+func noPort(ctx context.Context, dir string) error {
+	conn, err := new(net.Dialer).DialContext(ctx, "unix", filepath.Join(dir, socketFile))
 	if err != nil {
 		return err
 	}
-	if who.authorization != "" {
-		req.Header.Set("Authorization", who.authorization)
-	}
-	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "tcp", strings.TrimSpace(string(addr)))
-	}
-	resp, err := (&http.Client{
-		Transport: &http.Transport{DisableKeepAlives: true, DialContext: dial},
-		CheckRedirect: func(*http.Request, []*http.Request) error {
-			return http.ErrUseLastResponse
-		},
-	}).Do(req)
+	conn.Close()
+	return apiError(http.StatusForbidden, "run lookaside top as its user, or give it an admin.listen",
+		"it has no port (admin.listen is none)")
+}
+
+// ask requests path of the sidecar at dir, with what who may, and reads the response into out. With
+// in the request is a POST whose body is in.
+func (o *Operations) ask(ctx context.Context, who caller, dir, path string, in, out any) error {
+	ctx, cancel := context.WithTimeout(ctx, neighbourTimeout)
+	defer cancel()
+	client, err := who.client(ctx, dir)
 	if err != nil {
-		return fmt.Errorf("it does not respond: %w", err)
+		return err
 	}
-	defer resp.Body.Close()
-	answer := json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes))
-	switch resp.StatusCode {
-	case http.StatusOK:
-		return answer.Decode(out)
-	case http.StatusUnauthorized:
+	if in != nil {
+		err = client.Post(ctx, path, in, out)
+	} else {
+		err = client.Get(ctx, path, out)
+	}
+	var e *APIError
+	if errors.As(err, &e) && e.status == http.StatusUnauthorized {
 		return apiError(http.StatusForbidden,
 			"give both sidecars the same admin.token_file, or open its own page",
 			"it requires another token")
 	}
-	var e APIError
-	_ = answer.Decode(&e) // the status is enough
-	return fmt.Errorf("it responds %s", cmp.Or(e.Message, resp.Status))
+	return err
+}
+
+// client returns a client of the sidecar at dir, with what the caller may.
+func (c caller) client(ctx context.Context, dir string) (*Client, error) {
+	if c.owner {
+		return NewClient(dir), nil
+	}
+	addr, err := os.ReadFile(filepath.Join(dir, addrFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		err = noPort(ctx, dir)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("its admin.listen: %w", err)
+	}
+	return newClient(dir, ownURL, strings.TrimPrefix(c.authorization, "Bearer "),
+		func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "tcp", strings.TrimSpace(string(addr)))
+		}), nil
 }

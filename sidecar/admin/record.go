@@ -103,22 +103,14 @@ func (o *Operations) record(w http.ResponseWriter, r *http.Request) {
 // Record begins a recording, and returns its stream and its number. The stream ends after
 // StopRecording, or when the sidecar ends. ctx bounds all of it.
 func (c *Client) Record(ctx context.Context) (io.ReadCloser, int, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost/v1/record", nil)
+	resp, err := c.send(ctx, http.MethodGet, "/v1/record", nil)
 	if err != nil {
 		return nil, 0, err
-	}
-	resp, err := c.http.Do(req)
-	if err != nil {
-		return nil, 0, c.unreached(err)
-	}
-	if resp.StatusCode != http.StatusOK {
-		defer resp.Body.Close()
-		return nil, 0, c.refused("/v1/record", resp)
 	}
 	number, err := strconv.Atoi(resp.Header.Get(RecordingHeader))
 	if err != nil {
 		resp.Body.Close()
-		return nil, 0, fmt.Errorf("%s: the response has no header %s", c.dir, RecordingHeader)
+		return nil, 0, fmt.Errorf("%s: the response has no header %s", c.name, RecordingHeader)
 	}
 	return resp.Body, number, nil
 }

@@ -203,6 +203,11 @@ func (a *api) registerOperations() {
 		a.o.NameWeights)
 	registerOperation(a, a.post("/v1/why", "why",
 		"Say why a request's lookups ended where they did, or why a prefix does now"), a.o.Why)
+	huma.Register(a, a.get("/v1/why/reasons", "why-reasons",
+		"What the reasons of misses mean, and what to do about each"),
+		func(context.Context, *struct{}) (*output[MissReasonsResult], error) {
+			return &output[MissReasonsResult]{MissReasonsResult{MissReasons()}}, nil
+		})
 	registerOperation(a, a.post("/v1/record/stop", "stop-recording", "End a recording"),
 		a.o.StopRecording)
 	registerOperation(a, a.post("/v1/move", "move",
@@ -219,12 +224,17 @@ func (a *api) registerHost() {
 	huma.Register(a, a.get("/v1/host/status", "host-status", "/v1/status of a sidecar of this host"),
 		func(ctx context.Context, in *neighbourRequest) (*output[Status], error) {
 			var out output[Status]
-			return &out, a.o.readNeighbour(ctx, in.ID, "/v1/status", &out.Body)
+			return &out, a.o.askNeighbour(ctx, in.ID, "/v1/status", nil, &out.Body)
 		})
 	huma.Register(a, a.get("/v1/host/arena", "host-arena", "/v1/arena of a sidecar of this host"),
 		func(ctx context.Context, in *neighbourRequest) (*output[ArenaMap], error) {
 			var out output[ArenaMap]
-			return &out, a.o.readNeighbour(ctx, in.ID, "/v1/arena", &out.Body)
+			return &out, a.o.askNeighbour(ctx, in.ID, "/v1/arena", nil, &out.Body)
+		})
+	huma.Register(a, a.post("/v1/host/why", "host-why", "/v1/why of a sidecar of this host"),
+		func(ctx context.Context, in *neighbourWhy) (*output[WhyResult], error) {
+			var out output[WhyResult]
+			return &out, a.o.askNeighbour(ctx, in.ID, "/v1/why", &in.Body, &out.Body)
 		})
 }
 

@@ -45,7 +45,8 @@ const answerTimeout = 15 * time.Second
 // MaxOperations bounds the concurrent requests that change something.
 const MaxOperations = 4
 
-// A Server serves operators and Prometheus: on admin.listen, and on a Unix socket in runtime.dir.
+// A Server serves operators and Prometheus: on a Unix socket in runtime.dir, and on admin.listen
+// unless that is none.
 type Server struct {
 	servers []*http.Server
 	wg      sync.WaitGroup // of the servers' goroutines
@@ -65,29 +66,47 @@ func Start(o *Operations, m *Metrics, dir string, log *zap.Logger) (_ *Server, e
 	mux := newRouter(o, promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4,
 		Registry: reg}), token != "")
 
-	tcp, err := net.Listen("tcp", cfg.Listen)
-	if err != nil {
-		return nil, fmt.Errorf("admin.listen: %w", err)
-	}
 	own, err := listenOwner(filepath.Join(dir, socketFile), log)
 	if err != nil {
-		tcp.Close()
 		return nil, err
 	}
-	a := &Server{addr: tcp.Addr().String(), file: filepath.Join(dir, addrFile), mux: mux}
-	if err := writeFile(a.file, a.addr+"\n"); err != nil {
-		tcp.Close()
+	hosts, operations := newHostNames(cfg), make(chan struct{}, MaxOperations)
+	a := &Server{file: filepath.Join(dir, addrFile), mux: mux}
+	tcp, err := a.listen(cfg.Listen)
+	if err != nil {
 		own.Close()
 		return nil, err
 	}
-	if ip := tcp.Addr().(*net.TCPAddr).IP; !ip.IsLoopback() {
-		log.Warn("the admin server can be reached from other machines; set admin.listen to a loopback address or keep it behind a firewall",
-			zap.Stringer("address", tcp.Addr()), zap.Bool("token", token != ""))
+	if tcp != nil {
+		if ip := tcp.Addr().(*net.TCPAddr).IP; !ip.IsLoopback() {
+			log.Warn("the admin server can be reached from other machines; set admin.listen to a loopback address or keep it behind a firewall",
+				zap.Stringer("address", tcp.Addr()), zap.Bool("token", token != ""))
+		}
+		a.serve(tcp, guard(token, false, hosts, operations, mux), log)
 	}
-	hosts, operations := newHostNames(cfg), make(chan struct{}, MaxOperations)
-	a.serve(tcp, guard(token, false, hosts, operations, mux), log)
 	a.serve(own, guard("", true, hosts, operations, mux), log)
 	return a, nil
+}
+
+// listen listens on admin.listen and writes the address to admin.addr. If the setting is none, it
+// returns nil and removes the file that a killed sidecar may have left.
+func (a *Server) listen(address string) (net.Listener, error) {
+	if address == settings.NoAdminListen {
+		if err := os.Remove(a.file); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return nil, err
+		}
+		return nil, nil
+	}
+	tcp, err := net.Listen("tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("admin.listen: %w", err)
+	}
+	a.addr = tcp.Addr().String()
+	if err := writeFile(a.file, a.addr+"\n"); err != nil {
+		tcp.Close()
+		return nil, err
+	}
+	return tcp, nil
 }
 
 // Handler returns a handler of the operations, without metrics, for clients that need no token.
@@ -104,7 +123,7 @@ func newRouter(o *Operations, metrics http.Handler, token bool) *router {
 	return mux
 }
 
-// Addr returns the host:port that the server listens on.
+// Addr returns the host:port that the server listens on; "" if admin.listen is none.
 func (a *Server) Addr() string { return a.addr }
 
 // Routes returns the patterns of all routes.
@@ -158,7 +177,10 @@ func (a *Server) Close() error {
 		errs = append(errs, srv.Close())
 	}
 	a.wg.Wait()
-	return errors.Join(append(errs, os.Remove(a.file))...)
+	if a.addr != "" {
+		errs = append(errs, os.Remove(a.file))
+	}
+	return errors.Join(errs...)
 }
 
 // ownerListener accepts connections only of this user and of root. The modes of the socket and its

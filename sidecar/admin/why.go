@@ -151,7 +151,7 @@ func (o *Operations) renamed(fp tiers.Fingerprint) map[string][]string {
 // whyEnd describes the end of a prefix in a space.
 func (o *Operations) whyEnd(fp tiers.Fingerprint, a engine.Absence) WhyEnd {
 	e := WhyEnd{Reason: a.Reason.String()}
-	if names := append([]string{"arena"}, o.Stack.TierNames()...); int(a.Tier) < len(names) {
+	if names := append([]string{arenaStore}, o.Stack.TierNames()...); int(a.Tier) < len(names) {
 		e.From = names[a.Tier]
 	}
 	if !a.At.IsZero() {
@@ -177,7 +177,10 @@ func (o *Operations) whyEnd(fp tiers.Fingerprint, a engine.Absence) WhyEnd {
 			e.Other, e.Fields = other, fields
 		}
 	}
-	e.What, e.Fix = e.words(a.Reason)
+	e.What, e.Fix = e.words(a.Reason), missFix(a.Reason)
+	if a.Reason == why.Shed && e.From != arenaStore {
+		e.Fix = "give the tier more workers or a longer queue"
+	}
 	return e
 }
 
@@ -202,8 +205,8 @@ func (o *Operations) differing(one, other tiers.Fingerprint) (fields []string) {
 	return fields
 }
 
-// words returns a reason as a sentence, and what to do.
-func (e *WhyEnd) words(r why.Reason) (what, fix string) {
+// words returns a reason as a sentence.
+func (e *WhyEnd) words(r why.Reason) string {
 	when := ""
 	if e.At != nil {
 		when = " at " + e.At.Format(time.DateTime)
@@ -218,42 +221,37 @@ func (e *WhyEnd) words(r why.Reason) (what, fix string) {
 	fields := strings.Join(e.Fields, ", ")
 	switch r {
 	case why.End:
-		return "the prompt ends there: all of it was found", ""
+		return "the prompt ends there: all of it was found"
 	case why.NeverStored:
-		return "the next page was never stored here, as far as is remembered", ""
+		return "the next page was never stored here, as far as is remembered"
 	case why.Evicted:
-		return "the next page was evicted from " + e.From + when + by,
-			"give the sidecar more memory (arena.limit), or a tier below it"
+		return "the next page was evicted from " + e.From + when + by
 	case why.Shed:
-		if e.From != "arena" {
+		if e.From != arenaStore {
 			return "the next page was evicted from the arena" + when + by + " before " + e.From +
-				" had taken it", "give the tier more workers or a longer queue"
+				" had taken it"
 		}
-		return "the next page was computed and not stored" + when + ": there was no room, or the worker gave it up",
-			"see lookaside_shed_pages_total: a larger arena, or a larger sessions.share"
+		return "the next page was computed and not stored" + when +
+			": there was no room, or the worker gave it up"
 	case why.Expired:
-		return "it was found, and its lease ended before vLLM could load it", "raise lookup.lease"
+		return "it was found, and its lease ended before vLLM could load it"
 	case why.Cleared:
-		return "the next page was cleared" + when, ""
+		return "the next page was cleared" + when
 	case why.OtherSpace:
-		return "space " + e.Other + " has the next page; it differs in " + fields,
-			"make these fields equal, if they are meant to be"
+		return "space " + e.Other + " has the next page; it differs in " + fields
 	case why.OtherSeed:
 		return "space " + e.Other + " has pages of the same model under other names; it differs in " +
-				fields,
-			"start all engines with the same PYTHONHASHSEED and --prefix-caching-hash-algo"
+			fields
 	case why.Late:
-		return "the next page is held, but was not there in time, or there was no room to bring it up",
-			"a faster tier, a longer lookup.deadline, or a larger arena"
+		return "the next page is held, but was not there in time, or there was no room to bring it up"
 	case why.EngineHad:
-		return "vLLM's own cache had the rest", ""
+		return "vLLM's own cache had the rest"
 	case why.NotWorth:
-		return "a tier has the next page, and vLLM computes it sooner", ""
+		return "a tier has the next page, and vLLM computes it sooner"
 	case why.Lost:
-		return "the next page was lost" + when + ": its bytes were bad, or " + e.From + " failed",
-			"see the state of the tiers (lookaside tiers) and the log"
+		return "the next page was lost" + when + ": its bytes were bad, or " + e.From + " failed"
 	}
-	return r.String(), ""
+	return r.String()
 }
 
 // WriteTable writes the result for people.

@@ -167,6 +167,10 @@ var illnesses = map[string]struct {
 	"engine-no-caching": {Error, func(f *Facts, _ *Sidecar) {
 		f.Engines = append(f.Engines, Process{PID: 70, NoCaching: true})
 	}, "--no-enable-prefix-caching"},
+	"engine-rank": {Error, func(f *Facts, _ *Sidecar) {
+		f.Engines[0].TP = 2
+		f.Engines[0].Settings = map[string]any{"lookaside.endpoint": "/run/l/rank-{rank}"}
+	}, "--runtime-dir /run/l/rank-1"},
 	"engine-failure-policy": {Warning, about("failure_policy", "fail"), "recompute"},
 	"engine-no-scheduler": {Warning, func(_ *Facts, s *Sidecar) {
 		s.Status.Sessions = s.Status.Sessions[:1]
@@ -206,9 +210,6 @@ var illnesses = map[string]struct {
 }
 
 func init() {
-	if len(missFixes) != why.Reasons-1 {
-		panic("a reason has no fix")
-	}
 	for field, id := range shareIDs {
 		ill := illnesses[id]
 		ill.level, ill.seen = Warning, "everywhere"
@@ -217,20 +218,20 @@ func init() {
 		}
 		illnesses[id] = ill
 	}
-	for _, m := range missFixes {
+	for _, m := range admin.MissReasons() {
 		level := Note
-		switch m.reason {
-		case why.EngineHad:
+		switch m.Reason {
+		case why.EngineHad.String():
 			continue
-		case why.Lost, why.OtherSeed:
+		case why.Lost.String(), why.OtherSeed.String():
 			level = Warning
 		}
-		ill := illnesses[missID(m.reason)]
-		ill.level, ill.seen = level, m.means
+		ill := illnesses[missID(m.Reason)]
+		ill.level, ill.seen = level, m.Means
 		ill.spoil = func(_ *Facts, s *Sidecar) {
-			s.Status.Misses = map[string]why.Count{m.reason.String(): {Ends: 3, Pages: 30}}
+			s.Status.Misses = map[string]why.Count{m.Reason: {Ends: 3, Pages: 30}}
 		}
-		illnesses[missID(m.reason)] = ill
+		illnesses[missID(m.Reason)] = ill
 	}
 }
 
@@ -410,6 +411,27 @@ func TestCommandsOfVLLM(t *testing.T) {
 		if want := map[bool]string{true: "recompute", false: "fail"}[len(args) == 5]; len(args) == 5 &&
 			args[1] == "--kv_transfer_config" && p.FailurePolicy != want {
 			t.Errorf("%q", p.FailurePolicy)
+		}
+	}
+	// Alone the connector sees to it that what fails to load is computed. Among several it cannot.
+	for config, fails := range map[string]bool{
+		one:     false,
+		several: false,
+		strings.Replace(several, "recompute", "fail", 1):                                      true,
+		strings.Replace(several, `"kv_load_failure_policy": "recompute",`, "", 1):             true,
+		`{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": []}}`: false,
+	} {
+		p, _ := parseCommand([]string{"vllm", "serve", "m", "--kv-transfer-config", config})
+		if p.FailsRequests != fails {
+			t.Errorf("%s: %v", config, p.FailsRequests)
+		}
+	}
+	for _, args := range [][]string{
+		{"vllm", "--kv-transfer-config", one, "-tp", "4", "--pipeline-parallel-size=2"},
+		{"vllm", "-pp=2", "--tensor_parallel_size", "4", "--kv-transfer-config", one},
+	} {
+		if p, _ := parseCommand(args); p.Ranks() != 8 {
+			t.Errorf("%v: %d ranks", args, p.Ranks())
 		}
 	}
 	for _, args := range [][]string{nil, {"vllm"}, {"x", "--kv-transfer-config"},

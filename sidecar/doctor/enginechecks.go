@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -13,6 +14,7 @@ import (
 var engineChecks = []check{
 	{[]string{"engine-none", "engine-left"}, eachSidecar(engineNone)},
 	{[]string{"engine-elsewhere", "engine-unconnected", "engine-no-caching"}, engineProcesses},
+	{[]string{"engine-rank"}, engineRanks},
 	{[]string{"engine-failure-policy"}, engineFailurePolicy},
 	{[]string{"engine-ok", "engine-no-scheduler"}, eachSidecar(engineSessions)},
 	{[]string{"engine-random-seed", "engine-pickled-hashes"}, eachSidecar(engineHashes)},
@@ -83,7 +85,7 @@ func eachEngine(s *Sidecar, run func(e *engine) []Finding) (out []Finding) {
 	return out
 }
 
-const connectorHint = `start vLLM as the sidecar's user with --kv-transfer-config '{"kv_connector": "LookasideConnector", "kv_connector_module_path": "lookaside.connector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'`
+const connectorHint = `start vLLM as the sidecar's user with --kv-transfer-config '{"kv_connector":"LookasideConnector","kv_role":"kv_both"}', with lookaside-kv installed beside it`
 
 func engineNone(f *Facts, s *Sidecar) []Finding {
 	switch {
@@ -158,6 +160,31 @@ func engineProcesses(f *Facts) (out []Finding) {
 	return out
 }
 
+// engineRanks looks for ranks without a sidecar, where another rank has one.
+func engineRanks(f *Facts) (out []Finding) {
+	for i := range f.Engines {
+		p := &f.Engines[i]
+		if p.NoCaching || p.Autostart() || p.EndpointOf(0) == "" {
+			continue
+		}
+		var lack []string
+		for rank := range p.Ranks() {
+			dir := p.EndpointOf(rank)
+			if at := f.At(dir); (at == nil || !at.Serves()) && !slices.Contains(f.Others, dir) {
+				lack = append(lack, dir)
+			}
+		}
+		if len(lack) == 0 || len(lack) == p.Ranks() { // of the latter see engineProcesses
+			continue
+		}
+		out = append(out, Finding{"engine-rank", Error, p.subject(), fmt.Sprintf(
+			"the server has %d ranks, and no sidecar serves at %s: a prefix hits where all ranks have it, so nothing does",
+			p.Ranks(), strings.Join(lack, ", ")),
+			"start a sidecar for each rank: lookaside serve --runtime-dir " + lack[0]})
+	}
+	return out
+}
+
 // isConnected reports whether a process, or one that it has started, has a session anywhere.
 func (f *Facts) isConnected(pid int) bool {
 	for _, s := range f.Serving() {
@@ -172,7 +199,7 @@ func (f *Facts) isConnected(pid int) bool {
 	return false
 }
 
-const policyFix = `add "kv_load_failure_policy": "recompute" to --kv-transfer-config, and restart vLLM: what cannot be loaded is then computed`
+const policyFix = `add "kv_load_failure_policy": "recompute" to --kv-transfer-config, beside the outermost "kv_connector", and restart vLLM: what cannot be loaded is then computed`
 
 func engineFailurePolicy(f *Facts) (out []Finding) {
 	say := func(subject, policy string) {
@@ -193,8 +220,8 @@ func engineFailurePolicy(f *Facts) (out []Finding) {
 		if f.isConnected(p.PID) {
 			continue // it was asked itself
 		}
-		if p.FailurePolicy == "fail" {
-			say(p.subject(), p.FailurePolicy)
+		if p.FailsRequests {
+			say(p.subject(), cmp.Or(p.FailurePolicy, "fail, vLLM's default"))
 		}
 	}
 	return out

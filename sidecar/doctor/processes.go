@@ -16,10 +16,14 @@ type Process struct {
 	PID int
 	UID int
 	// The connector's configuration, as --kv-transfer-config gives it.
-	FailurePolicy string // "" if it is not said
+	// FailurePolicy is vLLM's; "" if it is not said. FailsRequests is set if requests whose loads
+	// fail get an error: vLLM's default, which the connector changes unless it is one of several.
+	FailurePolicy string
+	FailsRequests bool
 	Role          string
 	Settings      map[string]any // lookaside.*
 	NoCaching     bool           // --no-enable-prefix-caching
+	TP, PP        int            // sizes of the parallel groups; 0: 1
 	HashAlgorithm string         // "" if it is not said
 	// Of its environment. Known is false where this user may not read it.
 	Known   bool
@@ -50,6 +54,12 @@ func (p *Process) EndpointOf(rank int) string {
 	r := strings.NewReplacer("{rank}", strconv.Itoa(rank), "{dp_rank}", "0")
 	return filepath.Clean(r.Replace(template))
 }
+
+// Ranks returns how many ranks the process has; each has an endpoint.
+func (p *Process) Ranks() int { return min(max(1, p.TP)*max(1, p.PP), maxRanks) }
+
+// maxRanks bounds what is looked at of a process.
+const maxRanks = 1024
 
 // Autostart reports whether the process starts a sidecar by itself.
 func (p *Process) Autostart() bool {
@@ -136,6 +146,10 @@ func parseCommand(args []string) (p Process, ok bool) {
 			p.NoCaching = true
 		case "--prefix-caching-hash-algo":
 			p.HashAlgorithm = value
+		case "--tensor-parallel-size", "-tp":
+			p.TP, _ = strconv.Atoi(value)
+		case "--pipeline-parallel-size", "-pp":
+			p.PP, _ = strconv.Atoi(value)
 		}
 	}
 	return p, ok
@@ -160,9 +174,8 @@ func (p *Process) configure(config any) bool {
 		}
 		if p.configure(extra["connectors"]) {
 			// The policy is the outer connector's.
-			if policy, ok := c["kv_load_failure_policy"].(string); ok {
-				p.FailurePolicy = policy
-			}
+			p.FailurePolicy, _ = c["kv_load_failure_policy"].(string)
+			p.FailsRequests = p.FailurePolicy != "recompute"
 			return true
 		}
 	}

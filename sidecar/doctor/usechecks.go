@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"lookaside/internal/bytesize"
+	"lookaside/sidecar/admin"
 	"lookaside/tiers/why"
 )
 
@@ -128,34 +129,15 @@ func useShed(_ *Facts, s *Sidecar) []Finding {
 		"raise arena.limit; or sessions.share, if one engine is alone on the sidecar")
 }
 
-// missFixes has, for each reason why a prefix ended without being whole, what it means and what to
-// do. A reason without a fix is as it should be.
-var missFixes = []struct {
-	reason     why.Reason
-	means, fix string
-}{
-	{why.NeverStored, "were never stored here", "new prompts are computed once; if prompts do repeat, see that the instances share (findings share-…), and that requests do not differ in salt, adapter or system prompt"},
-	{why.Shed, "were to be stored, and were not for want of room", "raise arena.limit, or sessions.share if one engine is alone on the sidecar"},
-	{why.Evicted, "were evicted for room", "raise arena.limit, or add a disk tier (--disk DIR:SIZE); lookaside simulate says how much would help"},
-	{why.Expired, "were found, and vLLM loaded them too late", "requests wait long in vLLM's queue: raise lookup.lease, or give vLLM fewer at a time"},
-	{why.Cleared, "were cleared", "see who clears: lookaside clear, resets of vLLM with reset_external, new weights"},
-	{why.OtherSpace, "are there in another space", "the instances differ in a setting: findings share-… and lookaside status name it"},
-	{why.OtherSeed, "are named otherwise by other instances", "start all with the same PYTHONHASHSEED, such as PYTHONHASHSEED=0, and the same --prefix-caching-hash-algo"},
-	{why.Late, "were in a tier, and not up in time", "use a faster tier, or raise lookaside.promotion_timeout_ms and the tier's load_timeout"},
-	{why.EngineHad, "were in vLLM's own cache", ""},
-	{why.NotWorth, "are computed faster than they are loaded", "nothing is wrong; a faster tier would change it (lookup.promote)"},
-	{why.Lost, "were lost: a wrong checksum, or a tier that failed", "look at the sidecar's log and at lookaside tiers for the device that fails"},
-}
-
 func missIDs() (ids []string) {
-	for _, m := range missFixes {
-		ids = append(ids, missID(m.reason))
+	for _, m := range admin.MissReasons() {
+		ids = append(ids, missID(m.Reason))
 	}
 	return ids
 }
 
-func missID(reason why.Reason) string {
-	return "miss-" + strings.ReplaceAll(reason.String(), "_", "-")
+func missID(reason string) string {
+	return "miss-" + strings.ReplaceAll(reason, "_", "-")
 }
 
 // The share of all missed pages from which a reason is a note, and of what was lost a warning.
@@ -163,19 +145,19 @@ const missShare = 0.1
 
 func misses(_ *Facts, s *Sidecar) (out []Finding) {
 	total := uint64(0)
-	for _, m := range missFixes {
-		if m.reason != why.EngineHad {
-			total += s.Status.Misses[m.reason.String()].Pages
+	for _, m := range admin.MissReasons() {
+		if m.Reason != why.EngineHad.String() {
+			total += s.Status.Misses[m.Reason].Pages
 		}
 	}
-	for _, m := range missFixes {
-		n := s.Status.Misses[m.reason.String()]
+	for _, m := range admin.MissReasons() {
+		n := s.Status.Misses[m.Reason]
 		if n.Ends == 0 {
 			continue
 		}
 		level := OK
 		share := ""
-		if m.fix != "" && total > 0 {
+		if m.Fix != "" && total > 0 {
 			part := float64(n.Pages) / float64(total)
 			share = fmt.Sprintf(" (%.0f %% of all that were missed)", 100*part)
 			if part >= missShare {
@@ -184,15 +166,15 @@ func misses(_ *Facts, s *Sidecar) (out []Finding) {
 		}
 		switch {
 		case n.Pages == 0:
-		case m.reason == why.Lost, m.reason == why.OtherSeed:
+		case m.Reason == why.Lost.String(), m.Reason == why.OtherSeed.String():
 			level = Warning
 		}
-		fix := m.fix
+		fix := m.Fix
 		if level == OK {
 			fix = ""
 		}
-		out = append(out, Finding{missID(m.reason), level, s.Endpoint, fmt.Sprintf(
-			"%d prefixes ended and %d pages%s %s", n.Ends, n.Pages, share, m.means), fix})
+		out = append(out, Finding{missID(m.Reason), level, s.Endpoint, fmt.Sprintf(
+			"%d prefixes ended and %d pages%s %s", n.Ends, n.Pages, share, m.Means), fix})
 	}
 	return out
 }

@@ -17,12 +17,19 @@ type AdminConfig struct {
 	PProf     bool
 }
 
+// NoAdminListen is the value of admin.listen with which the admin server has no port.
+const NoAdminListen = "none"
+
 var adminSettings = []Setting{
 	{
 		Key: "admin.listen", Default: "127.0.0.1:0",
-		Unit:    "host:port (port 0: any free one, written to admin.addr in runtime.dir)",
-		Meaning: "Where the admin HTTP server listens, beside the Unix socket admin.sock in runtime.dir. An address that other machines can reach is warned about.",
+		Unit:    "host:port (port 0: any free one, written to admin.addr in runtime.dir), or none",
+		Meaning: "Where the admin HTTP server listens, beside the Unix socket admin.sock in runtime.dir. With none it has no port: only the sidecar's user and root reach it, through admin.sock. An address that other machines can reach is warned about.",
 		set: func(c *Config, v string) error {
+			if v == NoAdminListen {
+				c.Admin.Listen = v
+				return nil
+			}
 			if _, _, err := net.SplitHostPort(v); err != nil {
 				return err
 			}

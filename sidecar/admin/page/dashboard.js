@@ -24,13 +24,13 @@
     return `${i && Math.abs(n) < 100 ? n.toFixed(1) : Math.round(n)} ${units[i]}`;
   }
   const percent = (part, of) => (of > 0 ? `${(100 * part / of).toFixed(1)} %` : "–");
-  function seconds(s) {
+  function seconds(s) { // a line does not break before the unit
     const a = Math.abs(s);
-    if (a >= 36000) return `${(s / 3600).toFixed(1)} h`;
-    if (a >= 600) return `${(s / 60).toFixed(1)} min`;
-    if (a >= 1) return `${s.toFixed(1)} s`;
-    if (a >= 1e-3 || a === 0) return `${(s * 1000).toFixed(a === 0 ? 0 : 1)} ms`;
-    return `${(s * 1e6).toFixed(0)} µs`;
+    if (a >= 36000) return `${(s / 3600).toFixed(1)}\u00a0h`;
+    if (a >= 600) return `${(s / 60).toFixed(1)}\u00a0min`;
+    if (a >= 1) return `${s.toFixed(1)}\u00a0s`;
+    if (a >= 1e-3 || a === 0) return `${(s * 1000).toFixed(a === 0 ? 0 : 1)}\u00a0ms`;
+    return `${(s * 1e6).toFixed(0)}\u00a0µs`;
   }
   function uptime(s) {
     const d = Math.floor(s / 86400), h = Math.floor(s / 3600) % 24, m = Math.floor(s / 60) % 60;
@@ -90,19 +90,20 @@
   }
   const number = (n, format = count) => ({ text: n < 0 ? "?" : format(n), raw: n });
 
-  // --- Fetching.
+  // --- Fetching. With a body, get sends it with POST.
   class Refused extends Error {}  // the token is missing or wrong
   class Failed extends Error {}   // the server responds, and has no answer
-  async function get(path) {
-    const headers = {};
+  async function get(path, body) {
+    const headers = body ? { "Content-Type": "application/json" } : {};
     const token = sessionStorage.getItem(tokenKey);
     if (token) headers.Authorization = `Bearer ${token}`;
     const resp = await fetch(path, { headers, cache: "no-store", credentials: "omit",
+      method: body ? "POST" : "GET", body: body && JSON.stringify(body),
       signal: AbortSignal.timeout(patienceMs) });
     if (resp.status === 401) throw new Refused();
-    const body = await resp.json();
-    if (!resp.ok) throw new Failed(`${body.error || resp.statusText}${body.fix ? `; ${body.fix}` : ""}`);
-    return body;
+    const answer = await resp.json();
+    if (!resp.ok) throw new Failed(`${answer.error || resp.statusText}${answer.fix ? `; ${answer.fix}` : ""}`);
+    return answer;
   }
 
   // --- Samples of one sidecar, for the charts.
@@ -198,14 +199,6 @@
     duplicate: ["duplicate", "duplicate: other chunks hold the same pages"],
     replaced: ["replaced", "replaced by a longer version"],
   };
-  const reasons = {
-    never_stored: "never stored", shed: "not stored, for want of room or speed",
-    evicted: "evicted", expired: "expired", cleared: "cleared",
-    other_space: "there in another space", other_seed: "named by another hash seed",
-    late: "in a tier, and not in time", engine_had: "vLLM's own cache had it",
-    not_worth: "computing is faster", lost: "lost: a bad checksum or a failed tier",
-    end: "none: the prompt ended",
-  };
   const color = (i) => getComputedStyle(document.documentElement).getPropertyValue(`--c${i % colors}`).trim();
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -223,7 +216,7 @@
       card.names = names;
       card.plot = new uPlot({
         width: plot.clientWidth, height: plot.clientHeight, legend: { show: false },
-        cursor: { drag: { x: false, y: false } }, padding: [8, 8, 0, 0],
+        cursor: { drag: { x: false, y: false } }, padding: [8, 28, 0, 0],
         scales: { y: { range: spec.range || ((_, lo, hi) => [0, Math.max(hi * 1.1, spec.least || 4)]) } },
         axes: [
           { stroke: style("--dim"), grid: { stroke: style("--grid"), width: 1 }, ticks: { show: false },
@@ -330,11 +323,11 @@
     put("ratio", percent(last.tokens.loaded, last.tokens.asked), last.loaded_ratio);
     put("ratio-more", `in the last minute; ${percent(t.loaded, t.asked)} since the start`, st.loaded_ratio);
     put("saved", count(t.loaded), t.loaded);
-    put("saved-more", `of ${count(t.asked)} asked for; ${count(t.computed)} computed`, t.asked);
+    put("saved-more", `of ${count(t.asked)} asked for; ${count(last.tokens.loaded)} in the last minute`, t.asked);
     put("ttft", t.loaded > 0 && saved.unpriced_tokens === t.loaded ? "not known" : seconds(saved.ttft_s), saved.ttft_s);
     put("ttft-more", t.requests
-      ? `${seconds(saved.ttft_s / t.requests)} a request: ${seconds(saved.compute_s)} of computing, less ${seconds(saved.lookup_s + saved.load_s)}`
-      : "no requests so far");
+      ? `${seconds(saved.ttft_s / t.requests)} a request: ${seconds(saved.compute_s)} of computing, less ${seconds(saved.lookup_s + saved.load_s)}; ${seconds(last.saved.ttft_s)} in the last minute`
+      : "no requests so far", last.saved.ttft_s);
     put("arena-used", bytes(st.arena.used_bytes), st.arena.used_bytes);
     put("arena-more", `of ${bytes(st.arena.limit_bytes)}; ${count(st.pages)} pages, ${count(st.leases)} leases`, st.pages);
     put("evicted", count(st.evictions.room), st.evictions.room);
@@ -348,7 +341,7 @@
       percent(st.arena_hits.hit_pages, st.arena_hits.lookup_pages),
       number(n.loaded_bytes, bytes), number(n.stored_bytes, bytes), "–", `${count(n.shed_pages)} pages`, "–", "–"]];
     table("tiers", [arenaRow, ...st.tiers.map((x) => [`tier ${x.name}`, [
-      { text: `${x.name} (${x.kind})`, title: x.detail },
+      { text: x.name === x.kind ? x.name : `${x.name} (${x.kind})`, title: x.detail },
       { text: x.state === "closed" ? "on" : x.state, cls: x.state === "closed" ? "good" : "bad", title: x.error },
       x.used_bytes < 0 ? "?" : bytes(x.used_bytes) + (x.capacity_bytes > 0 ? ` of ${bytes(x.capacity_bytes)}` : ""),
       number(x.chunks), number(x.lookup_pages), number(x.hit_pages), percent(x.hit_pages, x.lookup_pages),
@@ -358,11 +351,9 @@
       x.bytes_per_second > 0 ? `${bytes(x.bytes_per_second)}/s` : "–"]])], "");
     table("evictions", Object.keys(st.evictions).sort((a, b) => st.evictions[b] - st.evictions[a] || (a < b ? -1 : 1))
       .map((c) => [c, [{ text: causes[c]?.[1] ?? c, cls: "wide" }, number(st.evictions[c])]]), "nothing left the arena");
-    const misses = Object.entries(st.misses ?? {}).filter(([, m]) => m.ends > 0)
-      .sort((a, b) => b[1].pages - a[1].pages || b[1].ends - a[1].ends);
-    table("misses", misses.map(([why, m]) => [why, [
-      { text: reasons[why] ?? why, cls: "wide", title: why }, number(m.ends), number(m.pages)]]),
-    st.misses ? "no lookup has ended so far" : "this sidecar does not count them");
+    drawMisses(st);
+    drawTenants(st);
+    drawSizes(st.demand);
     const frozen = new Set(st.frozen.map((f) => f.session));
     table("sessions", [...st.sessions, ...st.lingering.map((s) => ({ ...s, given: true }))].map((s) => [s.session, [
       s.session, { text: s.role + (s.given ? ", given up" : frozen.has(s.session) ? ", frozen" : ""),
@@ -373,6 +364,100 @@
       { text: s.fingerprint.slice(0, 12), title: s.fingerprint }, { text: s.fields.model || "", cls: "wide" },
       number(s.pages), number(s.chunks), number(s.page_bytes, bytes), number(s.page_tokens), number(s.sessions)]]),
     "none");
+    $("why-space-label").hidden = st.spaces.length < 2;
+    list($("why-space"), st.spaces, (s) => s.fingerprint, () => make("option"), (option, s) => {
+      option.value = s.fingerprint;
+      setText(option, `${s.fingerprint.slice(0, 12)} ${s.fields.model || ""}`);
+    });
+  }
+
+  // What a miss means comes from the sidecar; what it has no words for is shown by its name.
+  let reasons = new Map();
+  function drawMisses(st) {
+    const misses = Object.entries(st.misses ?? {}).filter(([, m]) => m.ends > 0)
+      .sort((a, b) => b[1].pages - a[1].pages || b[1].ends - a[1].ends);
+    table("misses", misses.map(([why, m]) => [why, [
+      { text: why, cls: "name" }, number(m.ends), number(m.pages),
+      { text: why === "end" ? "no miss: the prompt ended" : reasons.get(why)?.means ?? "", cls: "wide" },
+      { text: reasons.get(why)?.fix || "nothing", cls: "wide" }]]),
+    st.misses ? "no lookup has ended so far" : "this sidecar does not count them");
+  }
+
+  function drawTenants(st) {
+    $("tenants-card").hidden = !st.tenants.length;
+    const share = (x) => (x.share_bytes > 0 ? bytes(x.share_bytes) : "–");
+    table("tenants", st.tenants.flatMap((t) => [
+      [`${t.name} in arena`, [{ text: t.name || "(none)", cls: "name" }, number(t.asked_tokens), number(t.hit_tokens),
+        percent(t.hit_tokens, t.asked_tokens), "arena", number(t.arena.used_bytes, bytes), share(t.arena),
+        number(t.arena.evictions), "–", number(t.shed_pages)]],
+      ...t.tiers.map((x) => [`${t.name} in tier ${x.name}`, ["", "", "", "", x.name, number(x.used_bytes, bytes),
+        share(x), number(x.evictions), number(x.written_bytes, bytes), ""]]),
+    ]), "");
+  }
+
+  function drawSizes(demand) {
+    const points = (n) => `${n > 0 ? "+" : ""}${(100 * n).toFixed(1)} %`;
+    put("sizes-note", !demand.watched ? "Nothing is watched: demand.memory is 0."
+      : `Simulated from ${demand.sample < 1 ? percent(demand.sample, 1) + " of the" : "all"} chunks asked for in the last ${uptime(demand.since_s)}. The arena had ${percent(demand.measured_hit_ratio, 1)} of these pages.`);
+    table("sizes", demand.curve.map((p) => [p.multiple, [
+      { text: p.multiple === 1 ? "as it is" : `${p.multiple} ×`, cls: p.multiple === 1 ? "name" : "" },
+      number(p.bytes, bytes), { text: percent(p.hit_ratio, 1), raw: p.hit_ratio },
+      { text: p.multiple === 1 ? "–" : points(p.gain), raw: p.gain },
+      { text: p.full ? "" : "everything fits", cls: "wide" }]]), "nothing was looked up so far");
+  }
+
+  // --- Why something missed.
+  // whyRequest returns the body for what was entered: page hashes, or a request's name.
+  function whyRequest(text) {
+    const words = text.split(/[\s,]+/).filter(Boolean);
+    const hashes = words.every((w) => /^([0-9a-f]{2})+$/i.test(w)) && (words.length > 1 || words[0].length >= 32);
+    const space = $("why-space").value;
+    return { timeout_s: patienceMs / 1000, ...(hashes ? { hashes: words, ...(space && { space }) } : { request: text }) };
+  }
+  // whyLines returns the lines of an answer: [kind, text].
+  function whyLines(answer) {
+    const lines = [];
+    const end = (e) => {
+      lines.push(["reason", `${e.reason}: ${e.what}.`]);
+      if (e.fix) lines.push(["fix", `To do: ${e.fix}.`]);
+    };
+    for (const l of answer.lookups) {
+      lines.push(["head", `Request ${l.request}, looked up at ${new Date(l.at).toLocaleString("en-GB")} in space ${l.space}`]);
+      if (!l.answered) {
+        lines.push(["", `Not answered: ${count(l.pages_asked)} pages were asked for; it waits, or was given up.`]);
+        continue;
+      }
+      lines.push(["", `Found ${count(l.pages)} of ${count(l.pages_asked)} pages, ${count(l.pages * l.page_tokens)} tokens, in ${seconds(l.took_s)}${l.sources ? `; from ${l.sources}` : ""}.`]);
+      end(l.end);
+      if (l.admitted) lines.push(["", `vLLM had ${count(l.own_tokens)} tokens itself, loaded ${count(l.loaded_tokens)} and computed ${count(l.computed_tokens)}.`]);
+      if (l.not_taken) lines.push(["", `Not loaded: ${l.not_taken}.`]);
+    }
+    const p = answer.prefix;
+    if (p) {
+      const tiers = Object.entries(p.tier_pages).map(([name, n]) => (n < 0 ? `${name} does not answer` : `${name} has ${count(n)}`));
+      lines.push(["head", `Held now: ${count(p.pages)} of ${count(p.pages_asked)} pages, ${count(p.pages * p.page_tokens)} tokens`]);
+      lines.push(["", [`The arena has ${count(p.arena_pages)} of them`, ...tiers].join("; ") + "."]);
+      end(p.end);
+    }
+    return lines;
+  }
+  function showWhy(lines) {
+    list($("why-answer"), lines, (_, i) => i, () => make("p"), (p, [kind, text]) => {
+      setClass(p, kind);
+      setText(p, text);
+    });
+  }
+  async function askWhy() {
+    const id = chosen(), text = $("why-text").value.trim();
+    if (!text) return;
+    let lines;
+    try {
+      lines = whyLines(await get(id === host?.self ? "/v1/why" : `/v1/host/why?id=${id}`, whyRequest(text)));
+    } catch (err) {
+      lines = [["bad", err instanceof Failed ? `${err.message}.` : err instanceof Refused ? "A token is required."
+        : "The sidecar did not respond."]];
+    }
+    if (id === chosen()) showWhy(lines);
   }
 
   function drawHost(host) {
@@ -414,12 +499,14 @@
       host = await get("/v1/host");
       slowAt = now;
       map = null;
+      if (!reasons.size) reasons = new Map((await get("/v1/why/reasons")).reasons.map((r) => [r.reason, r]));
     }
     const id = chosen(), self = id === host.self;
     if (id !== shown) {
       shown = id;
       map = null;
       dropCharts();
+      showWhy([]);
     }
     const history = histories.get(id) || new History();
     histories.set(id, history);
@@ -487,6 +574,10 @@
     if (paused) say("paused", "paused");
     wake();
   });
+  $("why").addEventListener("submit", (event) => {
+    event.preventDefault();
+    askWhy();
+  });
   $("token").addEventListener("submit", (event) => {
     event.preventDefault();
     sessionStorage.setItem(tokenKey, $("token-text").value.trim());
@@ -501,10 +592,13 @@
     }
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  let width = 0;
-  new ResizeObserver(([entry]) => {
-    if (width && entry.contentRect.width !== width) redraw();
-    width = entry.contentRect.width;
+  new ResizeObserver(() => {
+    for (const card of document.querySelectorAll("[data-chart]")) {
+      const plot = card.querySelector(".plot"), width = plot.clientWidth;
+      if (card.plot && width && card.plot.width !== width) {
+        card.plot.setSize({ width, height: plot.clientHeight });
+      }
+    }
   }).observe($("charts"));
   loop();
 })();

@@ -6,23 +6,39 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
+	"strings"
 	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
+	"go.uber.org/zap"
 
 	"lookaside/sidecar/admin"
 	"lookaside/sidecar/settings"
 )
 
-// A control is shared by the commands that use the admin socket.
+// A control is shared by the commands that ask a sidecar's admin server.
 type control struct {
-	asJSON bool
-	cfg    settings.Config
+	asJSON    bool
+	address   string // of the admin server; "" for the socket in runtime.dir
+	tokenFile string
+	cfg       settings.Config
 }
 
 // flags adds the flags that all these commands have to cmd.
 func (c *control) flags(cmd *cobra.Command) {
+	c.localFlags(cmd)
+	f := cmd.Flags()
+	f.StringVar(&c.address, "admin", "",
+		"`address` of the sidecar's admin server, instead of --runtime-dir: unix:///PATH/admin.sock, http://HOST:PORT or https://HOST:PORT")
+	f.StringVar(&c.tokenFile, "token-file", "",
+		"`file` with the token that an admin server at http:// or https:// demands; default: admin.token_file of the settings")
+	cmd.MarkFlagsMutuallyExclusive("admin", "runtime-dir")
+}
+
+// localFlags adds the flags of a command that needs more of a sidecar than its admin server.
+func (c *control) localFlags(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&c.asJSON, "json", false, "print JSON")
 	settings.AddFlags(cmd.Flags(), "runtime.dir")
 }
@@ -38,7 +54,40 @@ func (c *control) client(cmd *cobra.Command) (*admin.Client, error) {
 	if err := c.load(cmd); err != nil {
 		return nil, err
 	}
-	return admin.NewClient(c.cfg.Runtime.Dir), nil
+	if c.address == "" {
+		if c.tokenFile != "" {
+			return nil, errors.New("--token-file is of use with --admin only: admin.sock needs no token")
+		}
+		return admin.NewClient(c.cfg.Runtime.Dir), nil
+	}
+	setting, file := "--token-file", c.tokenFile
+	if file == "" {
+		setting, file = "admin.token_file", c.cfg.Admin.TokenFile
+	}
+	if strings.HasPrefix(c.address, "unix:") {
+		file = "" // such a socket needs none, and its user may not read the server's
+	}
+	token, err := settings.ReadToken(setting, file, zap.NewNop())
+	if err != nil {
+		return nil, err
+	}
+	return admin.ClientAt(c.address, token)
+}
+
+// hostStates returns the sidecars of the host: of this one, or of that of --admin.
+func (c *control) hostStates(cmd *cobra.Command) (func(context.Context) ([]admin.HostState, error),
+	error) {
+	client, err := c.client(cmd)
+	if err != nil {
+		return nil, err
+	}
+	if c.address != "" {
+		return client.HostStates, nil
+	}
+	dir := filepath.Dir(c.cfg.Runtime.Dir)
+	return func(ctx context.Context) ([]admin.HostState, error) {
+		return admin.HostStates(ctx, dir)
+	}, nil
 }
 
 // print prints the response as JSON, or calls table.

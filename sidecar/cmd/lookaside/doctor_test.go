@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -196,6 +197,10 @@ func TestDoctorNamesWhatInstancesDifferIn(t *testing.T) {
 		"share-chunk-tokens": {func(h *wire.Hello) { h.PagesPerChunk = 2 }, "lookaside.chunk_tokens"},
 		"share-revision":     {set("revision", "v2"), "--revision"},
 		"share-dtype":        {set("dtype", "float16"), "--dtype"},
+		"share-kv-dtype":     {set("kv_dtype", "fp8"), "--kv-cache-dtype"},
+		"share-weights":      {set("weights", "33"), ""},
+		"share-vllm":         {set("vllm", "0.99.0"), "vLLM"},
+		"share-python":       {set("hash_keys", "44"), "Python"},
 	} {
 		t.Run(id, func(t *testing.T) {
 			t.Parallel()
@@ -453,7 +458,28 @@ func TestDoctorOnServers(t *testing.T) {
 	uncached := start(nil, "--kv-transfer-config", config(s.dir), "--no-enable-prefix-caching")
 	plain := start([]string{"XDG_RUNTIME_DIR=" + dir}, "--kv-transfer-config",
 		`{"kv_connector": "LookasideConnector", "kv_load_failure_policy": "recompute"}`)
+	several := func(policy string) string {
+		return fmt.Sprintf(`{"kv_connector": "MultiConnector"%s, "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, %s]}}`,
+			policy, config(s.dir))
+	}
+	failing := start(nil, "--kv-transfer-config", several(""))
+	computing := start(nil, "--kv-transfer-config",
+		several(`, "kv_load_failure_policy": "recompute"`))
+	starting := start(nil, "--kv-transfer-config", `{"kv_connector": "LookasideConnector",
+		"kv_connector_extra_config": {"lookaside.autostart": true, "lookaside.endpoint": `+
+		strconv.Quote(none)+`}}`)
+	// Of two ranks the second one has no sidecar.
+	parallel := start(nil, "-tp", "2", "--kv-transfer-config",
+		config(filepath.Join(filepath.Dir(s.dir), "rank-{rank}")))
 	d := s.diagnose()
+	no := func(pid int, id string) {
+		t.Helper()
+		for _, f := range d.report.Findings {
+			if f.ID == id && f.Subject == fmt.Sprintf("vLLM, process %d", pid) {
+				t.Errorf("%+v", f)
+			}
+		}
+	}
 	of := func(pid int, id string, level doctor.Level, text string) {
 		t.Helper()
 		for _, f := range d.report.Findings {
@@ -466,7 +492,13 @@ func TestDoctorOnServers(t *testing.T) {
 	}
 	of(elsewhere, "engine-elsewhere", doctor.Error, filepath.Join(dir, "rank-0"))
 	of(elsewhere, "engine-elsewhere", doctor.Error, fmt.Sprintf(`"lookaside.endpoint": %q`, s.dir))
-	of(elsewhere, "engine-failure-policy", doctor.Warning, "recompute")
+	no(elsewhere, "engine-failure-policy") // the connector sees to it
+	of(failing, "engine-failure-policy", doctor.Warning, `"kv_load_failure_policy": "recompute"`)
+	no(computing, "engine-failure-policy")
+	of(starting, "engine-unconnected", doctor.Warning, "starts a sidecar by itself")
+	of(parallel, "engine-rank", doctor.Error, "--runtime-dir "+filepath.Join(filepath.Dir(s.dir),
+		"rank-1"))
+	no(loading, "engine-rank")
 	of(loading, "engine-unconnected", doctor.Warning, "model is loaded")
 	of(uncached, "engine-no-caching", doctor.Error, "--no-enable-prefix-caching")
 	of(plain, "engine-elsewhere", doctor.Error, filepath.Join(dir, fmt.Sprintf("lookaside-%d",

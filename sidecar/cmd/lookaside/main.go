@@ -9,13 +9,18 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+	_ "golang.org/x/crypto/x509roots/fallback" // for TLS where no authorities are installed: images
 
 	"lookaside/sidecar"
 	"lookaside/sidecar/settings"
 )
 
 func main() {
-	if err := newRoot().Execute(); err != nil {
+	root := newRoot()
+	if completing() {
+		forCompletion(root)
+	}
+	if err := root.Execute(); err != nil {
 		fmt.Fprintln(os.Stderr, "lookaside:", err)
 		code := exitFailure
 		if c := (coded{}); errors.As(err, &c) {
@@ -46,21 +51,28 @@ const helpColumns = 120
 
 func newRoot() *cobra.Command {
 	root := &cobra.Command{
-		Use:           "lookaside",
-		Version:       sidecar.VersionLine(),
-		Short:         "KV-cache sidecar for vLLM: no prefix is prefilled twice on a host",
+		Use:     "lookaside",
+		Version: sidecar.VersionLine(),
+		Short:   "KV-cache sidecar for vLLM: no prefix is prefilled twice on a host",
+		Long: `KV-cache sidecar for vLLM: no prefix is prefilled twice on a host.
+
+lookaside serve runs a sidecar. vLLM's connector finds it by its directory (runtime.dir), and so do
+the other commands. lookaside doctor says whether it works and what to do, lookaside status and
+lookaside top show what it does.
+
+Settings come from a YAML file (--config), environment variables LOOKASIDE_* and flags, each
+overriding the one before.`,
 		SilenceErrors: true, // main prints it
 		SilenceUsage:  true,
 	}
-	root.CompletionOptions.HiddenDefaultCmd = true
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.SetFlagErrorFunc(flagError)
 	root.SetUsageTemplate(strings.ReplaceAll(root.UsageTemplate(), "FlagUsages",
 		fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
-	root.AddCommand(newServe(), newStatus(), newList(), newTop(), newTiers(), newLookup(),
-		newWhy(), newPrefetch(),
+	root.AddCommand(newServe(), newReady(), newStatus(), newList(), newTop(), newTiers(),
+		newLookup(), newWhy(), newPrefetch(),
 		newPin(), newUnpin(), newWeights(), newClear(), newMove(), newCheck(), newConfig(),
-		newDAX(), newDoctor(), newRecord(), newSimulate(), newVersion())
+		newDAX(), newDoctor(), newRecord(), newSimulate(), newMan(), newVersion())
 	return root
 }
 

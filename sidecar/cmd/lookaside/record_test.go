@@ -4,14 +4,17 @@ import (
 	"bufio"
 	"bytes"
 	"encoding/json"
+	"errors"
 	"math"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"lookaside/internal/prefixes"
 	"lookaside/internal/simulate"
@@ -232,4 +235,80 @@ func TestRecordEnds(t *testing.T) {
 	if _, err := os.Stat(file); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestRecordInParts begins a new file by size and by time, keeps the newest, and goes on with the
+// numbers. All files of a recording together are what one file would be.
+func TestRecordInParts(t *testing.T) {
+	t.Parallel()
+	s := serveProcess(t)
+	a := s.asker()
+	c := commander{t, s.dir}
+	for name, flag := range map[string]string{"size": "--rotate-size=1", "time": "--rotate-every=1s"} {
+		file := filepath.Join(t.TempDir(), name+".lkt")
+		whole := startRecord(t, s.dir, "--json", file+".whole")
+		parts := startRecord(t, s.dir, "--json", flag, file)
+		// The first request after each second begins a file.
+		for n := 0; len(numbered(file)) < 3; n++ {
+			packed, _ := hashes(8 + n%8)
+			a.ask(packed)
+			time.Sleep(10 * time.Millisecond)
+		}
+		var one, several recordSummary
+		for _, r := range []*recordProcess{whole, parts} {
+			if err := r.cmd.Process.Signal(os.Interrupt); err != nil {
+				t.Fatal(err)
+			}
+			if err := r.wait(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := errors.Join(json.Unmarshal(whole.stdout.Bytes(), &one),
+			json.Unmarshal(parts.stdout.Bytes(), &several)); err != nil {
+			t.Fatal(err)
+		}
+		if several.Lookups != one.Lookups || several.Stores != one.Stores ||
+			several.Pages != one.Pages || len(several.Files) != 3 ||
+			several.Files[0] != partName(file, 1) {
+			t.Errorf("%s: %+v, want %+v", name, several, one)
+		}
+		var single, joined, last simulate.Report
+		sizes := []string{"--format=json", "--memory=8M", "--tier=0"}
+		c.says(append([]string{"simulate", file + ".whole"}, sizes...), &single)
+		backwards := slices.Clone(several.Files)
+		slices.Reverse(backwards)
+		c.says(append(append([]string{"simulate"}, backwards...), sizes...), &joined)
+		if len(joined.Traces) != 1 || joined.Results[0].Ratio != single.Results[0].Ratio ||
+			joined.Traces[0].Recorded.Lookups != one.Lookups || joined.Traces[0].Recorded.Cut {
+			t.Errorf("%s: %+v, want %+v", name, joined, single)
+		}
+		// Each can be read alone, but not with one between missing.
+		c.says(append([]string{"simulate", several.Files[2]}, sizes...), &last)
+		c.fails([]string{"simulate", several.Files[0], several.Files[2]}, "parts 1 and 3")
+		c.fails([]string{"simulate", several.Files[0], several.Files[0]}, "parts 1 and 1")
+
+		again := startRecord(t, s.dir, "--json", flag, "--keep=2", file)
+		packed, _ := hashes(8)
+		a.ask(packed)
+		if err := again.cmd.Process.Signal(os.Interrupt); err != nil {
+			t.Fatal(err)
+		}
+		if err := again.wait(); err != nil {
+			t.Fatal(err)
+		}
+		if got := numbered(file); !slices.Equal(got, []int{3, 4}) {
+			t.Errorf("%s: files %d are kept", name, got)
+		}
+		// Files of two recordings are two traces.
+		var two simulate.Report
+		c.says(append([]string{"simulate", partName(file, 3), partName(file, 4)}, sizes...), &two)
+		if len(two.Traces) != 2 {
+			t.Errorf("%s: %+v", name, two.Traces)
+		}
+	}
+	file := filepath.Join(t.TempDir(), "file")
+	c.fails([]string{"record", file, "--rotate-size=none"}, "--rotate-size none: want a size")
+	c.fails([]string{"record", file, "--keep=2"}, "with --rotate-size or --rotate-every")
+	c.fails([]string{"record", file, "--rotate-every=1h", "--replace"}, "numbered on")
+	c.fails([]string{"record", file, "--rotate-every=-1h"}, "want a time")
 }

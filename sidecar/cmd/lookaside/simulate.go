@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -35,7 +36,7 @@ func newSimulate() *cobra.Command {
 tier below it, or with another order of eviction. A FILE is one of two things; "-" is standard
 input.
 
-A recording, as lookaside record makes it. Then the answer is a table: a row for each size of the
+A recording, as lookaside record makes it; the files of one that has several are joined. Then the answer is a table: a row for each size of the
 arena (--memory; by default a quarter of what it was to eight times that), and a column for each
 size of a tier below it (--tier; by default none, four and sixteen times the arena). What the tier
 is, a disk or another, does not matter: the table says what would be held, not how fast it comes.
@@ -272,27 +273,36 @@ func parseBlocks(text string) (int, error) {
 		policy.SlotMask)
 }
 
-// readTraces reads all traces side by side, "-" from stdin. Each has the name of its file.
+// readTraces reads all traces side by side, "-" from stdin. Each has the name of its file. Files of
+// one recording are one trace, with the name of the first.
 func readTraces(paths []string, stdin io.Reader) ([]*simulate.Trace, error) {
 	if i := slices.Index(paths, "-"); i >= 0 && slices.Contains(paths[i+1:], "-") {
 		return nil, errors.New("standard input can be read once only")
 	}
-	traces, errs := make([]*simulate.Trace, len(paths)), make([]error, len(paths))
+	groups, err := groupParts(paths)
+	if err != nil {
+		return nil, err
+	}
+	traces, errs := make([]*simulate.Trace, len(groups)), make([]error, len(groups))
 	var wg sync.WaitGroup
-	for i, path := range paths {
+	for i, group := range groups {
 		wg.Go(func() {
-			if path == "-" {
+			if group[0] == "-" {
 				traces[i], errs[i] = readTrace("standard input", stdin)
 				return
 			}
-			f, err := os.Open(path)
-			if err != nil {
-				errs[i] = err
-				return
+			files := make([]io.Reader, len(group))
+			for k, path := range group {
+				f, err := os.Open(path)
+				if err != nil {
+					errs[i] = err
+					return
+				}
+				defer f.Close()
+				files[k] = f
 			}
-			defer f.Close()
-			if traces[i], errs[i] = readTrace(path, f); errs[i] == nil {
-				traces[i].Name = strings.TrimSuffix(filepath.Base(path), filepath.Ext(path))
+			if traces[i], errs[i] = readTrace(group[0], files...); errs[i] == nil {
+				traces[i].Name = strings.TrimSuffix(filepath.Base(group[0]), filepath.Ext(group[0]))
 			}
 		})
 	}
@@ -300,11 +310,52 @@ func readTraces(paths []string, stdin io.Reader) ([]*simulate.Trace, error) {
 	return traces, errors.Join(errs...)
 }
 
-// readTrace reads a recording or another trace.
-func readTrace(name string, in io.Reader) (*simulate.Trace, error) {
-	b := bufio.NewReader(in)
+// groupParts puts the files of each recording together, in their order.
+func groupParts(paths []string) (groups [][]string, err error) {
+	type file struct {
+		path string
+		part recording.Part
+	}
+	at, parts := map[uint64]int{}, map[uint64][]file{}
+	for _, path := range paths {
+		var part recording.Part
+		if path != "-" {
+			if f, err := os.Open(path); err == nil { // errors are its reader's
+				part = recording.PartOf(f)
+				f.Close()
+			}
+		}
+		if part.Number == 0 {
+			groups = append(groups, []string{path})
+			continue
+		}
+		if _, ok := at[part.ID]; !ok {
+			at[part.ID] = len(groups)
+			groups = append(groups, nil)
+		}
+		parts[part.ID] = append(parts[part.ID], file{path, part})
+	}
+	for id, files := range parts {
+		slices.SortFunc(files, func(a, b file) int {
+			return cmp.Compare(a.part.Number, b.part.Number)
+		})
+		for i, f := range files {
+			if i > 0 && f.part.Number != files[i-1].part.Number+1 {
+				return nil, fmt.Errorf("%s and %s are parts %d and %d of a recording: name each file between once",
+					files[i-1].path, f.path, files[i-1].part.Number, f.part.Number)
+			}
+			groups[at[id]] = append(groups[at[id]], f.path)
+		}
+	}
+	return groups, nil
+}
+
+// readTrace reads a recording, which may have several files, or another trace.
+func readTrace(name string, in ...io.Reader) (*simulate.Trace, error) {
+	b := bufio.NewReader(in[0])
 	if begin, _ := b.Peek(8); recording.IsRecording(begin) {
-		return simulate.ReadRecording(name, b)
+		in[0] = b
+		return simulate.ReadRecording(name, in...)
 	}
 	return simulate.Read(name, b)
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"strings"
 	"time"
 
@@ -14,7 +13,6 @@ import (
 
 	"lookaside/sidecar"
 	"lookaside/sidecar/admin"
-	"lookaside/sidecar/settings"
 )
 
 func newVersion() *cobra.Command {
@@ -29,7 +27,7 @@ func newVersion() *cobra.Command {
 }
 
 func newStatus() *cobra.Command {
-	var asJSON bool
+	var c control
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show what a running sidecar holds and who uses it",
@@ -45,29 +43,25 @@ Pages that lookups found count also where vLLM then had them itself or loaded no
 are since the sidecar's start.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg, err := settings.Load(cmd.Flags(), os.Environ())
+			client, err := c.client(cmd)
 			if err != nil {
 				return err
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
 			defer cancel()
-			st, err := admin.FetchStatus(ctx, cfg.Runtime.Dir)
+			st, err := statusOf(ctx, client)
 			if err != nil {
 				return err
 			}
-			if asJSON {
-				return printJSON(cmd.OutOrStdout(), st)
-			}
-			return st.WriteTable(cmd.OutOrStdout())
+			return c.print(cmd, st, st.WriteTable)
 		},
 	}
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	settings.AddFlags(cmd.Flags(), "runtime.dir")
+	c.flags(cmd)
 	return cmd
 }
 
 func newList() *cobra.Command {
-	var asJSON bool
+	var c control
 	cmd := &cobra.Command{
 		Use:   "list",
 		Short: "List all sidecars of this host, and say how each is",
@@ -75,27 +69,29 @@ func newList() *cobra.Command {
 
 Those are found whose sockets are in this network namespace, wherever their directories are, and
 those whose directories are beside runtime.dir. Sidecars of other users are named; only root can
-ask them how they are.`,
+ask them how they are. With --admin, those are listed that the sidecar there finds beside itself.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg, err := settings.Load(cmd.Flags(), os.Environ())
+			ask, err := c.hostStates(cmd)
 			if err != nil {
 				return err
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
 			defer cancel()
-			list, err := admin.HostSidecars(ctx, filepath.Dir(cfg.Runtime.Dir))
+			states, err := ask(ctx)
 			if err != nil {
 				return err
 			}
-			if asJSON {
-				return printJSON(cmd.OutOrStdout(), list)
+			list := make([]admin.HostSidecar, len(states))
+			for i, s := range states {
+				list[i] = s.HostSidecar
 			}
-			return admin.WriteSidecars(cmd.OutOrStdout(), list)
+			return c.print(cmd, list, func(w io.Writer) error {
+				return admin.WriteSidecars(w, list)
+			})
 		},
 	}
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	settings.AddFlags(cmd.Flags(), "runtime.dir")
+	c.flags(cmd)
 	return cmd
 }
 
@@ -165,7 +161,7 @@ A worker of the engine must be connected: a worker is needed to choose the space
 	p.flags(cmd)
 	f.DurationVar(&q.Timeout, "timeout", 2*time.Second,
 		"how long to wait for the handshake, and for the answer")
-	c.flags(cmd)
+	c.localFlags(cmd)
 	return cmd
 }
 

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -36,10 +35,12 @@ func newTop() *cobra.Command {
 		Use:   "top",
 		Short: "Show the sidecars of this host, live",
 		Long: `Show the sidecars of this host, live: hit ratio, tokens and time saved, arena, tiers, misses,
-evictions and sessions. The dashboard (docs/dashboard.md) shows the same in a browser.
+tenants, evictions and sessions. The dashboard (docs/dashboard.md) shows the same in a browser.
 
 Keys: up and down (or k and j) choose a sidecar, PgUp and PgDn scroll, space pauses, r asks at once,
 ? lists the keys, q and Ctrl-C end.
+
+With --admin it shows the sidecars of another host, or of a container, as the one there sees them.
 
 Without a terminal, or with --once, one snapshot is printed; --json prints it as JSON.`,
 		Example: "  lookaside top\n  lookaside top --once --json | jq '.[].status.loaded_ratio'",
@@ -48,10 +49,11 @@ Without a terminal, or with --once, one snapshot is printed; --json prints it as
 			if every < 100*time.Millisecond {
 				return fmt.Errorf("--every is %s: want 100ms or more", every)
 			}
-			if err := c.load(cmd); err != nil {
+			states, err := c.hostStates(cmd)
+			if err != nil {
 				return err
 			}
-			m := &top{dir: filepath.Dir(c.cfg.Runtime.Dir), every: every, now: time.Now}
+			m := &top{host: states, every: every, now: time.Now}
 			live := term.IsTerminal(os.Stdout.Fd()) && term.IsTerminal(os.Stdin.Fd())
 			if once || c.asJSON || !live {
 				msg := m.ask().(topAnswer)
@@ -64,7 +66,7 @@ Without a terminal, or with --once, one snapshot is printed; --json prints it as
 					return err
 				})
 			}
-			_, err := tea.NewProgram(m, tea.WithContext(cmd.Context())).Run()
+			_, err = tea.NewProgram(m, tea.WithContext(cmd.Context())).Run()
 			return err
 		},
 	}
@@ -76,7 +78,7 @@ Without a terminal, or with --once, one snapshot is printed; --json prints it as
 
 // top is what the terminal shows. Only the program's goroutine uses it, but for ask.
 type top struct {
-	dir   string // beside the sidecars' directories
+	host  func(context.Context) ([]admin.HostState, error)
 	every time.Duration
 	now   func() time.Time
 
@@ -104,7 +106,7 @@ type topTick struct{}
 func (m *top) ask() tea.Msg {
 	ctx, cancel := context.WithTimeout(context.Background(), topTimeout)
 	defer cancel()
-	states, err := admin.HostStates(ctx, m.dir)
+	states, err := m.host(ctx)
 	return topAnswer{states: states, err: err}
 }
 
@@ -303,14 +305,14 @@ func (m *top) details() []string {
 		{"tokens", fmt.Sprintf("%d asked for in %d requests: %d loaded (%s), %d computed; vLLM's own cache had %d",
 			t.Asked, t.Requests, t.Loaded, ratio(t.Loaded, t.Asked), t.Computed, t.Own)},
 		{"TTFT saved", savedTime(n)},
-		{"last minute", fmt.Sprintf("%d requests, %s loaded; %s stored, %s loaded a second",
-			last.Tokens.Requests, ratio(last.Tokens.Loaded, last.Tokens.Asked),
+		{"last minute", fmt.Sprintf("%d requests, %s loaded, %.1f s saved; %s stored, %s loaded a second",
+			last.Tokens.Requests, ratio(last.Tokens.Loaded, last.Tokens.Asked), last.Saved.TTFTS,
 			bytesPerSecond(last.StoredBytes, last.Seconds),
 			bytesPerSecond(last.LoadedBytes, last.Seconds))},
 		{"shed", fmt.Sprintf("%d pages found no room", n.ShedPages)},
 	})...)
 	tiers := [][]string{{"TIER", "STATE", "USED", "ASKED PAGES", "HIT PAGES", "HIT RATIO", "LOADED",
-		"STORED", "QUEUED", "FAILED"}, {"arena", st.Arena.State,
+		"STORED", "QUEUED", "FAILED"}, {"arena", strings.Replace(st.Arena.State, "ready", "on", 1),
 		bytesize.Format(st.Arena.UsedBytes), fmt.Sprint(st.ArenaHits.LookupPages),
 		fmt.Sprint(st.ArenaHits.HitPages), ratio(st.ArenaHits.HitPages, st.ArenaHits.LookupPages),
 		bytesize.Format(int64(n.LoadedBytes)), bytesize.Format(int64(n.StoredBytes)), "-", "-"}}
@@ -329,10 +331,26 @@ func (m *top) details() []string {
 			fmt.Sprint(x.LookupFailures + x.LoadFailures + x.StoreFailures)})
 	}
 	lines = append(lines, titled(tiers)...)
-	misses := [][]string{{"PREFIX ENDED", "TIMES", "PAGES MISSED"}}
+	fixes := map[string]string{}
+	for _, m := range admin.MissReasons() {
+		fixes[m.Reason] = m.Fix
+	}
+	misses := [][]string{{"PREFIX ENDED", "TIMES", "PAGES MISSED", "WHAT TO DO"}}
 	for _, name := range byCount(st.Misses, func(r string) uint64 { return st.Misses[r].Ends }) {
 		misses = append(misses, []string{name, fmt.Sprint(st.Misses[name].Ends),
-			fmt.Sprint(st.Misses[name].Pages)})
+			fmt.Sprint(st.Misses[name].Pages), cmp.Or(fixes[name], "nothing")})
+	}
+	tenants := [][]string{{"TENANT", "ASKED TOKENS", "HIT TOKENS", "HIT RATIO", "IN ARENA", "SHARE",
+		"EVICTED", "SHED PAGES"}}
+	for _, x := range st.Tenants {
+		share := "-"
+		if x.Arena.ShareBytes > 0 {
+			share = bytesize.Format(x.Arena.ShareBytes)
+		}
+		tenants = append(tenants, []string{cmp.Or(x.Name, "(none)"), fmt.Sprint(x.AskedTokens),
+			fmt.Sprint(x.HitTokens), ratio(x.HitTokens, x.AskedTokens),
+			bytesize.Format(x.Arena.UsedBytes), share, fmt.Sprint(x.Arena.Evictions),
+			fmt.Sprint(x.ShedPages)})
 	}
 	evictions := [][]string{{"EVICTED", "CHUNKS"}}
 	for _, cause := range byCount(st.Evictions, func(c string) uint64 { return st.Evictions[c] }) {
@@ -343,7 +361,7 @@ func (m *top) details() []string {
 		sessions = append(sessions, []string{s.Session, s.Role, s.EngineID, fmt.Sprint(s.Rank),
 			fmt.Sprint(s.PID), s.Space})
 	}
-	for _, table := range [][][]string{misses, evictions, sessions} {
+	for _, table := range [][][]string{misses, tenants, evictions, sessions} {
 		if len(table) > 1 {
 			lines = append(lines, titled(table)...)
 		}

@@ -5,12 +5,15 @@ import (
 	"fmt"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"lookaside/ipc/client"
+	"lookaside/ipc/wire"
 	"lookaside/sidecar/admin"
 )
 
@@ -143,6 +146,22 @@ func TestTopEndsOnInterrupt(t *testing.T) {
 func TestTopOnce(t *testing.T) {
 	s := serveProcess(t)
 	storePages(t, s, 10)
+	ses, err := client.Dial(s.dir, hello(wire.RoleScheduler), patience)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ses.Close()
+	lookups, err := ses.Lookups()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lookups.Close()
+	packed, _ := hashes(12)
+	if _, err := lookups.Lookup(&wire.Lookup{Session: ses.Welcome.Session,
+		Secret: ses.Welcome.Secret, Lookup: 1, Hashes: packed, Tenant: wire.Label("blue")},
+		patience); err != nil {
+		t.Fatal(err)
+	}
 	out, stderr, code := run(t, nil, "top", "--json")
 	var all []admin.HostState
 	if err := json.Unmarshal([]byte(out), &all); err != nil || code != 0 {
@@ -155,8 +174,14 @@ func TestTopOnce(t *testing.T) {
 	}
 	// Without a terminal the same comes as text.
 	out, stderr, code = run(t, nil, "top")
-	if code != 0 || !strings.Contains(out, "10 pages") || strings.ContainsAny(out, "\x1b\r") {
+	if code != 0 || strings.ContainsAny(out, "\x1b\r") {
 		t.Errorf("exit code %d: %s%s", code, out, stderr)
+	}
+	for _, want := range []string{`10 pages`, `(?m)^never_stored +1 +2 +new prompts are computed once`,
+		`(?m)^TENANT `, `(?m)^blue +192 +160 +83\.3 % `} {
+		if !regexp.MustCompile(want).MatchString(out) {
+			t.Errorf("no %s in\n%s", want, out)
+		}
 	}
 	if _, stderr, code := run(t, nil, "top", "--every=1ms"); code != 1 ||
 		!strings.Contains(stderr, "100ms or more") {
