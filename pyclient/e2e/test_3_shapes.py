@@ -315,6 +315,14 @@ class TestTwoRanksAndNoRoom:
             preempted()
             eventually(hit, "a hit")
 
+    def test_vllm_finds_the_connector_by_its_name(self, no_room: Shape) -> None:
+        """The short form is all that the server was given, by `python -m`, and it hits."""
+        command = Path(f"/proc/{no_room.server.popen.pid}/cmdline").read_text()
+        assert "LookasideConnector" in command
+        assert "kv_connector_module_path" not in command
+        prompt = model.prompt(500, 53_001)
+        hits_again(no_room.server, prompt, computed(no_room.server, prompt), "a hit")
+
     def test_the_started_sidecar_is_there_and_restarts(self, no_room: Shape) -> None:
         endpoint = Path(no_room.stand.endpoint("auto").format(rank=0))
         pid = int((endpoint / "lock").read_text().split()[0])

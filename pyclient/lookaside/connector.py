@@ -192,10 +192,13 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
 
         Its default is to end such a request with an error, which no cache may cause. vLLM's
         scheduler reads the policy from this very object after it has made the connector. Under
-        MultiConnector the policy is everybody's, and the user's to set.
+        MultiConnector the policy is everybody's, and the user's to set. The child's own policy has
+        no effect then; it is set to everybody's, which the sidecar is told (about.py).
         """
         transfer = self._kv_transfer_config
         multi = _multi_connectors_transfer()
+        if multi is not None and hasattr(multi, _POLICY):
+            setattr(transfer, _POLICY, getattr(multi, _POLICY))
         if getattr(transfer if multi is None else multi, _POLICY, "recompute") == "recompute":
             return
         if multi is None:

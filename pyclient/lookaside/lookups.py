@@ -70,7 +70,7 @@ class Lookup:
             "_result",
             "_since",
         ),
-        *("began_us", "first_page", "id", "late", "reason", "sources", "took_us"),
+        *("began_us", "first_page", "id", "late", "page_bytes", "reason", "sources", "took_us"),
     )
 
     def __init__(
@@ -109,6 +109,8 @@ class Lookup:
         self.began_us = 0
         """How long the lookup took in the sidecar, and when its loads from tiers began; 0: none."""
         self.sources = ""
+        self.page_bytes = 0
+        """Of a page at all ranks that have answered; 0 where nothing was found."""
         """Where pages lay, if not all of them in the arena."""
 
     @property
@@ -417,6 +419,7 @@ class LookupClient:
         del lookup._out[rank]
         hits = answer.hit_pages
         lookup._in_memory = lookup._in_memory and bool(answer.in_memory)
+        lookup.page_bytes += answer.hit_bytes // hits if hits else 0
         if lookup._hits is None or hits < lookup._hits or not lookup.took_us:
             lookup.reason, lookup.sources = answer.reason, answer.sources
             lookup.took_us, lookup.began_us = answer.took_us, answer.began_us

@@ -35,6 +35,7 @@ class Answered(Protocol):
     began_us: int
     sources: str
     late: bool
+    page_bytes: int
 
 
 class Tracer:
@@ -47,16 +48,20 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         exporter: Any
-        if os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc") == "http/protobuf":
+        # As vLLM's own exporter: it takes no other variable for this, and no other protocol.
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+        if protocol == "http/protobuf":
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
             exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
-        else:
+        elif protocol == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
                 OTLPSpanExporter as GrpcExporter,
             )
 
             exporter = GrpcExporter(endpoint=endpoint, insecure=True, timeout=_TIMEOUT_S)
+        else:
+            raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL={protocol} is not known")
         # A provider of its own: vLLM's global one stays as it is.
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": "lookaside"}), shutdown_on_exit=False
@@ -80,10 +85,13 @@ class Tracer:
         """Note a lookup that was begun age_s ago and has just been answered. asked and found count
         pages."""
         try:
+            sources = _pages_by_source(lookup.sources) or ({"arena": found} if found else {})
             attributes: dict[str, Any] = {
                 "gen_ai.request.id": request_id,
                 "lookaside.asked_tokens": asked * self._page,
                 "lookaside.found_tokens": found * self._page,
+                "lookaside.found_bytes": found * lookup.page_bytes,
+                "lookaside.tiers": list(sources),
                 "lookaside.reason": "late" if lookup.late else wire.REASONS[lookup.reason],
                 "lookaside.sidecar_us": lookup.took_us,
             }
@@ -96,15 +104,16 @@ class Tracer:
             if lookup.began_us:
                 from opentelemetry.trace import set_span_in_context
 
+                promoted = sum(pages for tier, pages in sources.items() if tier != "arena")
                 child = self._tracer.start_span(
                     "lookaside.promote",
                     set_span_in_context(span, context),
                     start_time=begin + lookup.began_us * 1000,
                     attributes={
-                        f"lookaside.pages.{source}": int(pages)
-                        for source, _, pages in (
-                            part.rpartition(" ") for part in lookup.sources.split(", ") if part
-                        )
+                        "lookaside.promoted_tokens": promoted * self._page,
+                        "lookaside.promoted_bytes": promoted * lookup.page_bytes,
+                        "lookaside.tiers": [tier for tier in sources if tier != "arena"],
+                        **{f"lookaside.pages.{tier}": pages for tier, pages in sources.items()},
                     },
                 )
                 child.end(begin + lookup.took_us * 1000)
@@ -113,11 +122,18 @@ class Tracer:
             logger.debug("lookaside: a span was lost", exc_info=True)
 
     def load(
-        self, request_id: str, headers: Mapping[str, str], age_s: float, tokens: int, reason: int
+        self,
+        request_id: str,
+        headers: Mapping[str, str],
+        age_s: float,
+        tokens: int,
+        size: int,
+        reason: int,
     ) -> None:
         """Note a load of tokens that was ordered age_s ago and has just ended.
 
-        reason is a number in wire.REASONS, not 0 if it failed.
+        size is in bytes, as the pages lie in the arenas. reason is a number in wire.REASONS, not 0
+        if it failed.
         """
         try:
             end = time.time_ns()
@@ -128,6 +144,7 @@ class Tracer:
                 attributes={
                     "gen_ai.request.id": request_id,
                     "lookaside.loaded_tokens": tokens,
+                    "lookaside.loaded_bytes": size,
                     "lookaside.reason": wire.REASONS[reason],
                 },
             )
@@ -142,6 +159,12 @@ class Tracer:
             self._provider.shutdown()
         except Exception:
             logger.debug("lookaside: spans were lost", exc_info=True)
+
+
+def _pages_by_source(sources: str) -> dict[str, int]:
+    """Read what wire.LookupResult.sources says, such as "arena 16, disk 48"."""
+    parts = (part.rpartition(" ") for part in sources.split(", ") if part)
+    return {source: int(pages) for source, _, pages in parts}
 
 
 def begin(vllm_config: Any, page_tokens: int) -> Tracer | None:

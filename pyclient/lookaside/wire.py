@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-VERSION = 12
+VERSION = 13
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -320,8 +320,18 @@ class PrepareLoad(Message, frozen=True, tag=20):
     names: _Names
 
 
+class Fetch(Message, frozen=True, tag=23):
+    """Asks for what is held of the chunk whose first page is page 0 of a prefix.
+
+    Answered by a LoadGrant, or the error not_found. Nothing waits for a tier.
+    """
+
+    id: _U32
+    hash: bytes
+
+
 class LoadGrant(Message, frozen=True, tag=21):
-    """Answers PrepareLoad: where the pages are.
+    """Answers PrepareLoad and Fetch: where the pages are.
 
     ``names`` is made of the names that the sidecar's index has for the pages that lie there.
     """
@@ -522,7 +532,8 @@ class LookupResult(Message, frozen=True, tag=61):
     device or in a file, and nothing of it is lent by a peer. ``reason`` is the number, in REASONS,
     of why the hit ends where it does. The lookup took ``took_us`` in the sidecar; loads from tiers
     or peers began after ``began_us``, 0: there were none. ``sources`` says where the pages lay if
-    not all of them were in the arena, such as "arena 16, disk 48".
+    not all of them were in the arena, such as "arena 16, disk 48". ``hit_bytes`` are those of the
+    pages, as they lie in the arena.
     """
 
     lookup: _U64
@@ -533,6 +544,7 @@ class LookupResult(Message, frozen=True, tag=61):
     took_us: _U32 = 0
     began_us: _U32 = 0
     sources: Annotated[str, Meta(max_length=255)] = ""
+    hit_bytes: _U64 = 0
 
 
 class Trim(Message, frozen=True, tag=62):
@@ -592,6 +604,7 @@ AnyMessage = (
     | CommitStore
     | AbortStore
     | PrepareLoad
+    | Fetch
     | LoadGrant
     | Release
     | Ping

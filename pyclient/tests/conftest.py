@@ -3,9 +3,12 @@ needs."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +36,37 @@ def patient() -> Iterator[None]:
             if name.rpartition(".")[0] in sys.modules:  # what nobody has imported nobody waits in
                 patch.setattr(name, seconds)
         yield
+
+
+# What these import is imported by the tests that use them: others do without vLLM.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a model with two KV heads."""
+    from scheduling import write_model
+
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Any]:
+    """A peer whose region has the size of a worker's KV cache in test_worker."""
+    from peer import Peer
+    from test_worker import BLOCKS, PAGE
+
+    each = Peer(tmp_path / "endpoint", region_bytes=BLOCKS * PAGE)
+    yield each
+    if not each._stop:
+        each.close()
+
+
+@pytest.fixture
+def ended() -> Iterator[list[Any]]:
+    """Sidecars that a test appends; they are ended after it, stopped ones as well."""
+    made: list[Any] = []
+    yield made
+    for each in made:
+        with contextlib.suppress(ProcessLookupError):
+            each.signal(signal.SIGCONT)
+            each.kill()

@@ -326,6 +326,7 @@ class ScriptedLookup:
         self.late = False
         self.reason = self.took_us = self.began_us = 0
         self.sources = ""
+        self.page_bytes = 0
         self.request = request
         self.answer: int | None = None
         self.refs = tuple(wire.LeaseRef(rank + 1, next(ids), b"") for rank in range(book.ranks))

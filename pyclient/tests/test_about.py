@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 from lookaside import about
 from lookaside.config import parse
-from scheduling import BLOCK, make_config, make_kv_config, write_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+from scheduling import BLOCK, make_config, make_kv_config
 
 
 def test_an_engine_tells_its_releases_and_settings(

@@ -7,9 +7,7 @@ and made tensors, into which each rank writes the tokens that are its own in vLL
 
 from __future__ import annotations
 
-import contextlib
 import random
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -230,16 +228,12 @@ class Divided(Ranks):
 
 
 @pytest.fixture
-def sidecars(tmp_path: Path) -> Iterator[list[Sidecar]]:
+def sidecars(tmp_path: Path, ended: list[Sidecar]) -> list[Sidecar]:
     tmp_path.chmod(0o700)
-    made = [Sidecar(tmp_path / f"rank-{rank}", "--peers-enabled=false") for rank in range(2)]
-    for each in made:
+    ended += [Sidecar(tmp_path / f"rank-{rank}", "--peers-enabled=false") for rank in range(2)]
+    for each in ended:
         each.wait_serving()
-    yield made
-    for each in made:
-        with contextlib.suppress(ProcessLookupError):
-            each.signal(signal.SIGCONT)
-            each.kill()
+    return ended
 
 
 @pytest.fixture

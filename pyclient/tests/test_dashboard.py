@@ -4,9 +4,11 @@ Chromium without a window.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from peer import until
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-from scheduling import make_config, tokens, write_model
+from scheduling import make_config, tokens
 from test_engine import BINARY, Engine, Sidecar
 from test_sidecar import status_of
 
@@ -131,11 +133,6 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         sidecar.end()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def engine_of(model: Path) -> Iterator[Callable[[Served], Engine]]:
     made: list[Engine] = []
@@ -158,6 +155,8 @@ def engine_of(model: Path) -> Iterator[Callable[[Served], Engine]]:
 def shown(status: dict[str, Any]) -> dict[str, str]:
     """What the page shows of a status, by where it is."""
     counters, (disk,), misses = status["counters"], status["tiers"], status["misses"]
+    blue = next(each for each in status["tenants"] if each["name"] == "blue")
+    sizes = {point["multiple"]: point for point in status["demand"]["curve"]}
     values = {
         "#saved": counters["tokens"]["loaded"],
         "#saved-more": counters["tokens"]["asked"],
@@ -176,6 +175,17 @@ def shown(status: dict[str, Any]) -> dict[str, str]:
         "#evictions [data-key=cleared] td:nth-child(2)": status["evictions"]["cleared"],
         "#misses [data-key=never_stored] td:nth-child(2)": misses["never_stored"]["ends"],
         "#misses [data-key=never_stored] td:nth-child(3)": misses["never_stored"]["pages"],
+        "#ttft": counters["saved"]["ttft_s"],
+        "#ttft-more": status["last_minute"]["saved"]["ttft_s"],
+        "#tenants [data-key='blue in arena'] td:nth-child(2)": blue["asked_tokens"],
+        "#tenants [data-key='blue in arena'] td:nth-child(3)": blue["hit_tokens"],
+        "#tenants [data-key='blue in arena'] td:nth-child(6)": blue["arena"]["used_bytes"],
+        "#tenants [data-key='blue in tier disk'] td:nth-child(6)": blue["tiers"][0]["used_bytes"],
+        "#tenants [data-key='blue in tier disk'] td:nth-child(9)": blue["tiers"][0][
+            "written_bytes"
+        ],
+        "#sizes [data-key='1'] td:nth-child(3)": sizes[1]["hit_ratio"],
+        "#sizes [data-key='2'] td:nth-child(4)": sizes[2]["gain"],
         "#spaces tbody td:nth-child(3)": status["spaces"][0]["pages"],
         "#spaces tbody td:nth-child(5)": status["spaces"][0]["page_bytes"],
     }
@@ -192,7 +202,10 @@ def test_numbers_are_those_of_the_status(
     two = serve("two")
     engine = engine_of(one)
     for seed in range(4):
-        engine.ask(tokens(200 + 48 * seed, seed))
+        engine.ask(
+            tokens(200 + 48 * seed, seed),
+            transfer_params={"lookaside": {"tenant": "blue"}} if seed % 2 else None,
+        )
     assert engine.pool.reset_prefix_cache()  # so that the next prompts are looked up
     for seed in range(6):
         engine.ask(tokens(200 + 48 * seed, seed))
@@ -210,6 +223,9 @@ def test_numbers_are_those_of_the_status(
     page.text("#verdict", status_of(one.endpoint)["verdict"])
     expect(page.page.locator("#ratio-more")).to_contain_text(f"{100 * loaded / asked:.1f} % since")
     expect(page.page.locator("#sessions tbody tr")).to_have_count(len(status["sessions"]))
+    expect(page.page.locator("#misses [data-key=never_stored]")).to_contain_text(
+        "new prompts are computed once"
+    )
     used = page.page.locator("#arena-used").text_content()
     expect(page.page.locator("#map .region-name")).to_contain_text(f": {used} of 64.0 MiB")
     expect(page.page.locator("#map rect.c0")).not_to_have_count(0)
@@ -245,6 +261,60 @@ def test_numbers_are_those_of_the_status(
     two.start()
     page.text("#verdict", "no engine has connected")
     page.check(FETCH_FAILED)
+
+
+def test_why(
+    serve: Callable[..., Served], engine_of: Callable[[Served], Engine], watch: Watch
+) -> None:
+    """A request's name, or hashes: what the page shows is what the sidecar answers, and a neighbour
+    is asked as well."""
+    one, two = serve("one"), serve("two")
+    engine = engine_of(one)
+    request, _ = engine.ask(tokens(200, 1))
+    hashes = [bytes(each).hex() for each in engine.requests[request].block_hashes]
+    page = watch(two.address)
+    page.open()
+    page.live()
+    asked = page.page.get_by_role("textbox", name="Why did it miss?")
+    answer = page.page.locator("#why-answer")
+
+    def ask(text: str) -> None:
+        asked.fill(text)
+        asked.press("Enter")
+
+    tenants = page.page.locator("#tenants-card")
+    expect(tenants).to_be_hidden()  # nobody has named one
+    ask("r")
+    expect(answer).to_contain_text("no lookup of a request that begins with", timeout=PATIENCE_MS)
+    page.row(one.endpoint).get_by_role("link").click()
+    page.text("#which", str(one.endpoint))
+    expect(answer).to_be_empty()  # it was about the other one
+    lookup = why(one, {"request": request})["lookups"][0]
+    ask(request)
+    for text in (
+        f"Request {lookup['request']}, looked up",
+        f"Found 0 of {lookup['pages_asked']} pages",
+        f"never_stored: {lookup['end']['what']}.",
+        f"To do: {lookup['end']['fix']}.",
+        f"loaded 0 and computed {lookup['computed_tokens']}.",
+    ):
+        expect(answer).to_contain_text(text, timeout=PATIENCE_MS)
+    until(lambda: why(one, {"hashes": hashes})["prefix"]["pages"] == len(hashes))
+    ask(", ".join(hashes))
+    held = f"Held now: {len(hashes)} of {len(hashes)} pages, 192 tokens"
+    expect(answer).to_contain_text(held, timeout=PATIENCE_MS)
+    expect(answer).to_contain_text("end: the prompt ends there")
+    page.check(FETCH_FAILED)  # the first had no answer
+
+
+def why(sidecar: Served, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"http://{sidecar.address}/v1/why",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
 
 
 def test_a_sidecar_that_goes_and_comes(serve: Callable[..., Served], watch: Watch) -> None:
@@ -318,14 +388,26 @@ def test_pause(serve: Callable[..., Served], watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read(serve: Callable[..., Served], watch: Watch, scheme: str) -> None:
+def test_it_can_be_read(
+    serve: Callable[..., Served],
+    engine_of: Callable[[Served], Engine],
+    watch: Watch,
+    tmp_path: Path,
+    scheme: str,
+) -> None:
     """At both widths nothing but tables needs scrolling sideways, and texts stand out."""
-    sidecar = serve("one")
+    sidecar = serve("one", f"--disk={tmp_path}/disk:256M")
+    engine = engine_of(sidecar)
+    request, _ = engine.ask(tokens(200), transfer_params={"lookaside": {"tenant": "t" * 64}})
     page = watch(sidecar.address, color_scheme=scheme)
     for width, height in SIZES:
         page.page.set_viewport_size({"width": width, "height": height})
         page.open()
         page.live()
+        expect(page.page.locator("#tenants-card")).to_be_visible()
+        page.page.get_by_role("textbox", name="Why did it miss?").fill(request)
+        page.page.get_by_role("button", name="Ask").click()
+        expect(page.page.locator("#why-answer")).to_contain_text("To do:", timeout=PATIENCE_MS)
         wide = page.page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width, f"{wide} pixels at {width}"
         low = page.page.evaluate(CONTRASTS)

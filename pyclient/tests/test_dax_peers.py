@@ -26,9 +26,9 @@ from test_peers import (
     under_way,
 )
 from test_sidecar import BINARY
-from test_worker import PAGE, PPC, model
+from test_worker import PAGE, PPC
 
-__all__ = ["model", "test_load_under_way_when_the_own_sidecar_dies_fails", "under_way"]
+__all__ = ["test_load_under_way_when_the_own_sidecar_dies_fails", "under_way"]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
 

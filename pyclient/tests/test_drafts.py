@@ -25,7 +25,6 @@ from scheduling import (
     sliding_window_mla,
     state,
     tokens,
-    write_model,
 )
 from test_scheduler import random_history, warm
 from test_states import LOST_CHECKPOINTS
@@ -56,11 +55,6 @@ STATES = {
 every_state = pytest.mark.parametrize("shape", STATES)
 METHODS = {"eagle": ("eagle", 1), "mtp": ("mtp", 1), "modules": ("mtp", 3)}
 every_method = pytest.mark.parametrize("method", METHODS)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def make(

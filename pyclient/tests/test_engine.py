@@ -42,7 +42,6 @@ from scheduling import (
     sliding_window,
     state,
     tokens,
-    write_model,
 )
 from test_sidecar import status_of
 from test_worker import SlowCopies
@@ -357,21 +356,12 @@ def hits_again(engine: Engine, prompt: list[int]) -> bool:
     return engine.ask(prompt)[1] == (len(prompt) - 1) // BLOCK
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def sidecars(tmp_path: Path) -> Iterator[list[Sidecar]]:
-    made = [Sidecar(tmp_path / f"rank-{rank}") for rank in range(2)]
-    for each in made:
+def sidecars(tmp_path: Path, ended: list[Sidecar]) -> list[Sidecar]:
+    ended += [Sidecar(tmp_path / f"rank-{rank}") for rank in range(2)]
+    for each in ended:
         each.wait_serving()
-    yield made
-    for each in made:
-        with contextlib.suppress(ProcessLookupError):
-            each.signal(signal.SIGCONT)
-            each.kill()
+    return ended
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from scheduling import (
     write_adapter,
 )
 from test_sidecar import BINARY, Engine, Sidecar
-from test_worker import PPC, model
+from test_worker import PPC
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
@@ -39,8 +39,6 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 from vllm.lora.request import LoRARequest
-
-__all__ = ["model"]
 
 with_sidecar = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
 

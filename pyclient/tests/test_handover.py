@@ -17,16 +17,10 @@ from scheduling import (
     make_config,
     tokens,
     write_adapter,
-    write_model,
 )
 from vllm.lora.request import LoRARequest
 
 CHUNK = 4  # pages
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def put(role: str, model, sidecars: ScriptedSidecars, blocks: int = 200, **config: Any) -> Stand:

@@ -11,17 +11,12 @@ import pytest
 from lookaside import wire
 from lookaside.config import ConfigError, parse
 from lookaside.hints import HintReader, Hints
-from scheduling import BLOCK, Stand, make_config, tokens, write_model
+from scheduling import BLOCK, Stand, make_config, tokens
 
 try:
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 except ImportError:  # before 0.33
     KvHintAction = KvHintsEnvelope = None
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from lookaside.endpoint import (
 )
 from lookaside.places import Place, Places, Whereabouts
 from peer import Peer, until
-from scheduling import BLOCK, full_attention, make_config, tokens, write_model
+from scheduling import BLOCK, full_attention, make_config, tokens
 from test_engine import BINARY, Engine, Sidecar, hits_again
 from test_session import options
 
@@ -50,11 +50,6 @@ def pair() -> Iterator[tuple[netns.Host, netns.Host]]:
     yield hosts
     for host in hosts:
         host.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), 2)
 
 
 class TwoHosts:

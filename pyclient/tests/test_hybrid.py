@@ -19,7 +19,6 @@ from scheduling import (
     needs_whole_failures,
     sliding_window,
     tokens,
-    write_model,
 )
 from test_scheduler import random_history, warm
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
@@ -36,11 +35,6 @@ SHAPES = {
     "two-full": [full_attention(), full_attention(32)],
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def make(model, shape: str, blocks: int = 400, **kwargs) -> Stand:

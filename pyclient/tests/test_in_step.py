@@ -11,9 +11,9 @@ from lookaside.connection import Pending
 from lookaside.copies import finished
 from lookaside.scheduler import in_step
 from scheduling import BLOCK, Batch, make_config, tokens
-from test_engine import BINARY, Engine, engines, model, sidecars
+from test_engine import BINARY, Engine, engines, sidecars
 
-__all__ = ["engines", "model", "sidecars"]
+__all__ = ["engines", "sidecars"]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is not built")
 

@@ -18,7 +18,7 @@ from lookaside import interface
 from lookaside.connector import LookasideConnector
 from lookaside.interface import NEEDS, Call, Has
 from lookaside.scheduler.in_step import recovers
-from scheduling import BLOCK, Stand, make_config, sliding_window, tokens, write_model
+from scheduling import BLOCK, Stand, make_config, sliding_window, tokens
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
@@ -164,11 +164,6 @@ def forgotten() -> Iterator[None]:
     yield
     for each in (interface.idle_reason, interface.lacks):
         each.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def declared(kind: str, needs: Iterable[Call | Has] = NEEDS) -> set[str]:

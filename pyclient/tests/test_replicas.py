@@ -51,14 +51,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 @pytest.fixture
-def sidecars(tmp_path: Path) -> Iterator[list[Sidecar]]:
-    """As many as a test appends, by their endpoints; ended after it."""
-    made: list[Sidecar] = []
-    yield made
-    for each in made:
-        with contextlib.suppress(ProcessLookupError):
-            each.signal(signal.SIGCONT)
-            each.kill()
+def sidecars(ended: list[Sidecar]) -> list[Sidecar]:
+    """As many as a test appends."""
+    return ended
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from scheduling import (
     use_lookahead,
     weights_of,
     write_adapter,
-    write_model,
 )
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import PlaceholderRange
@@ -34,11 +33,6 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
 
 CHUNK = 4  # pages
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

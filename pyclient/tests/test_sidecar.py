@@ -55,7 +55,6 @@ from test_worker import (
     addresses,
     attachments,
     hashes,
-    model,
     page,
 )
 
@@ -73,8 +72,6 @@ CONTAINER = (
     "--pid",
     "--mount-proc",
 )
-
-__all__ = ["model"]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
 

@@ -14,24 +14,10 @@ from lookaside.connector import LookasideConnector
 from lookaside.metadata import LookasideMetadata
 from lookaside.worker import quiet
 from peer import Peer, until
-from scheduling import write_model
-from test_worker import PAGE, Shelf, SlowCopies, Stand, grant_load, load_spec, page
+from test_worker import Shelf, SlowCopies, Stand, grant_load, load_spec, page
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 BLOCKS = 32
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    each = Peer(tmp_path / "endpoint", region_bytes=BLOCKS * PAGE)
-    yield each
-    if not each._stop:
-        each.close()
 
 
 @pytest.fixture

@@ -35,11 +35,6 @@ from vllm.config.multimodal import MultiModalConfig
 GEOMETRY = space.Geometry(BLOCK, 4, 32, 1)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def fields(config, tp_rank=0, pp_rank=0, engine_id="e"):
     return space.space_fields(
         config, tp_rank, pp_rank, heads=1, engine_id=engine_id, geometry=GEOMETRY

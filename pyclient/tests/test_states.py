@@ -22,7 +22,6 @@ from scheduling import (
     sliding_window,
     state,
     tokens,
-    write_model,
 )
 from test_scheduler import random_history, warm
 
@@ -40,11 +39,6 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 # By default vLLM 0.30 drops the last state of a prompt of such a model, and has no hits of its own,
 # either.
 LOST_CHECKPOINTS = tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 31)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def page_of(shape: str) -> int:
@@ -191,6 +185,9 @@ def test_without_a_state_there_is_no_hit(model, shape):
     stand.run(2000)
     assert loads(stand) == [] and len(stand.outputs[request_id]) == 4
     assert [each.first_page for each in stand.sidecars.lookups] == [0, *range(40, 0, -1)]
+    # The sidecar counts where a request's prefix ends once, by its name.
+    assert len({each.request for each in stand.sidecars.lookups}) == 1
+    assert stand.sidecars.lookups[-1].request
     assert states_of(stand, prompt)[-1] == 40, "computed again, they are stored"
     stand.check_idle()
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 from lookaside.connector import LookasideConnector
 from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
 from lookaside.stats import COUNTERS, GAUGES, HISTOGRAMS, Collector, LookasideStats
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from scheduling import make_config, write_model
+from scheduling import make_config
 
 
 def test_collector_is_drained_and_fresh():
@@ -73,11 +72,6 @@ def test_the_front_end_rebuilds_them():
     assert isinstance(rebuilt, LookasideStats) and rebuilt.reduce() == {"hit_tokens": 5}
     empty = LookasideConnector.build_kv_connector_stats()
     assert empty is not None and empty.is_empty()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def test_prometheus(model):

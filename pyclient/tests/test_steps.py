@@ -26,7 +26,6 @@ from test_engine import (
     Sidecar,
     V2Ranks,
     engines,
-    model,
     sidecars,
 )
 from test_in_step import IN_STEP, PROMPT, prime
@@ -34,7 +33,7 @@ from test_sidecar import status_of
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput
 
-__all__ = ["engines", "model", "sidecars"]
+__all__ = ["engines", "sidecars"]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is not built")
 

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-import http.server
-import queue
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from scheduling import BLOCK, Stand, make_config, tokens, write_model
+from lookaside import tracing
+from scheduling import BLOCK, Stand, make_config, tokens
+
+from pyclient.e2e.collector import PROTOCOLS, Collector, attributes, collecting
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, queue.Queue[Any]]]:
-    """A collector: its URL, and the spans that it gets."""
-    spans: queue.Queue[Any] = queue.Queue()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                for scope in resource.scope_spans:
-                    for span in scope.spans:
-                        spans.put(span)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
-    server.shutdown()
-    thread.join()
-    server.server_close()
+@pytest.fixture(params=PROTOCOLS)
+def collector(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Collector]:
+    with collecting(request.param) as collector:
+        if request.param == "grpc":  # vLLM's own default
+            monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+        else:
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", request.param)
+        yield collector
 
 
 def stand_of(model: Any, endpoint: str) -> Stand:
@@ -61,15 +38,9 @@ def stand_of(model: Any, endpoint: str) -> Stand:
     return Stand(config)
 
 
-def attributes(span: Any) -> dict[str, Any]:
-    return {
-        each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes
-    }
-
-
-def test_spans_of_a_lookup_and_a_load(model, receiver):
-    endpoint, spans = receiver
-    stand = stand_of(model, endpoint)
+def test_spans_of_a_lookup_and_a_load(model, collector):
+    spans = collector.spans
+    stand = stand_of(model, collector.endpoint)
     prompt = tokens(6 * BLOCK + 1)
     stand.add(prompt, max_tokens=1)  # without a trace: no spans
     stand.run()
@@ -79,6 +50,7 @@ def test_spans_of_a_lookup_and_a_load(model, receiver):
     request = stand.add(prompt, trace_headers=HEADERS)
     (lookup,) = [each for each in stand.sidecars.lookups if each.request == request]
     lookup.took_us, lookup.began_us, lookup.sources = 700, 300, "arena 2, near disk 4"
+    lookup.page_bytes = 1 << 32
     stand.sidecars.answer(lookup)
     stand.run()
     stand.connector.shutdown()
@@ -99,12 +71,43 @@ def test_spans_of_a_lookup_and_a_load(model, receiver):
         "gen_ai.request.id": request,
         "lookaside.asked_tokens": 6 * BLOCK,
         "lookaside.found_tokens": 6 * BLOCK,
+        "lookaside.found_bytes": 6 << 32,
+        "lookaside.tiers": ["arena", "near disk"],
         "lookaside.reason": "end",
         "lookaside.sidecar_us": 700,
     }
-    assert attributes(promoted) == {"lookaside.pages.arena": 2, "lookaside.pages.near disk": 4}
-    assert attributes(load)["lookaside.loaded_tokens"] == 6 * BLOCK
-    assert attributes(load)["lookaside.reason"] == "end"
+    assert attributes(promoted) == {
+        "lookaside.promoted_tokens": 4 * BLOCK,
+        "lookaside.promoted_bytes": 4 << 32,
+        "lookaside.tiers": ["near disk"],
+        "lookaside.pages.arena": 2,
+        "lookaside.pages.near disk": 4,
+    }
+    assert attributes(load) == {
+        "gen_ai.request.id": request,
+        "lookaside.loaded_tokens": 6 * BLOCK,
+        "lookaside.loaded_bytes": 6 << 32,
+        "lookaside.reason": "end",
+    }
+
+
+def test_a_miss_has_no_tier(model, collector):
+    stand = stand_of(model, collector.endpoint)
+    stand.add(tokens(2 * BLOCK + 1), max_tokens=1, trace_headers=HEADERS)
+    stand.run()
+    stand.connector.shutdown()
+    missed = attributes(collector.spans.get(timeout=60))
+    assert missed["lookaside.found_tokens"] == missed["lookaside.found_bytes"] == 0
+    assert missed["lookaside.tiers"] == []
+    assert collector.spans.empty()
+
+
+def test_a_protocol_that_vllm_refuses(model, monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
+    config = make_config(model)
+    config.observability_config.otlp_traces_endpoint = "http://127.0.0.1:1"
+    assert tracing.begin(config, BLOCK) is None
+    assert "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/json" in caplog.text
 
 
 def test_a_dead_collector_delays_nothing(model):

@@ -22,7 +22,6 @@ from scheduling import (
     needs_whole_failures,
     sliding_window,
     tokens,
-    write_model,
 )
 from vllm.v1.engine.core import EngineCore
 
@@ -108,11 +107,6 @@ class Engine(EngineCore):
 
     def epochs(self) -> Any:
         return self.stand.role.epochs
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(autouse=True)

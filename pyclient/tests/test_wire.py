@@ -27,7 +27,7 @@ def build(kind: type, fields: dict[str, Any]) -> Any:
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         value = fields[field.name]
-        if field.name in ("hashes", "prev", "fingerprint", "secret", "ticket", "names"):
+        if field.name in ("hashes", "prev", "fingerprint", "secret", "ticket", "names", "hash"):
             value = bytes.fromhex(value)
         elif field.name in ("grants", "extents"):
             value = tuple(build(wire.Extent, e) for e in value)

@@ -32,7 +32,6 @@ from scheduling import (
     make_kv_config,
     skip_if_idle,
     sliding_window,
-    write_model,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -184,19 +183,6 @@ class Shelf:
 
     def bytes_at(self, offset: int, size: int = PAGE) -> bytes:
         return os.pread(self.peer.regions[0], size, offset)
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    each = Peer(tmp_path / "endpoint", region_bytes=BLOCKS * PAGE)
-    yield each
-    if not each._stop:
-        each.close()
 
 
 @pytest.fixture

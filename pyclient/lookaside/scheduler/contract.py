@@ -22,6 +22,8 @@ class Lookup(Protocol):
     took_us: int
     began_us: int
     sources: str
+    page_bytes: int
+    """Of a page at all ranks, as it lies in their arenas; 0 where nothing was found."""
 
     def poll(self) -> int | None:
         """Return how many pages every rank holds, from the first asked for; None while unknown."""

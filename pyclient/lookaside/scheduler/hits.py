@@ -255,6 +255,7 @@ class Hits:
         asked.held = min(asked.first_page + pages, asked.end_page)
         asked.answered = now
         asked.late = asked.lookup.late
+        asked.page_bytes = asked.lookup.page_bytes
         self._setup.stats.observe("lookup_seconds", now - asked.since)
         if (tracer := self._setup.tracer) is not None and (headers := state.trace):
             tracer.lookup(

@@ -38,8 +38,8 @@ class _Prefill:
     """The tokens of the request that it had."""
     lookup: int
     """The id of the request's last lookup."""
-    trace: tuple[Mapping[str, str], float] | None = None
-    """The headers of its trace, and when the load was ordered."""
+    trace: tuple[Mapping[str, str], float, int] | None = None
+    """The headers of its trace, when the load was ordered, and the bytes of a page."""
     reason: int = 0
     """Why what it found was not loaded: see wire.REASONS."""
 
@@ -98,7 +98,9 @@ class Loads:
                 tokens, found, min(to_load, tokens), own, state.lookup_id
             )
             if self._setup.tracer is not None and state.trace:
-                self.prefills[request.request_id].trace = (state.trace, self._setup.clock())
+                page_bytes = asked.page_bytes if asked is not None else 0
+                trace = (state.trace, self._setup.clock(), page_bytes)
+                self.prefills[request.request_id].trace = trace
 
     def _reason(self, state: RequestState, asked: Question | None) -> int:
         """Return why nothing is loaded for a request, if its lookup's own reason does not say."""
@@ -206,9 +208,15 @@ class Loads:
     def _report_prefill(self, request_id: str) -> None:
         if (prefill := self.prefills.pop(request_id, None)) is not None:
             if prefill.trace is not None and self._setup.tracer is not None:
-                headers, since = prefill.trace
-                age_s = self._setup.clock() - since
-                self._setup.tracer.load(request_id, headers, age_s, prefill.loaded, prefill.reason)
+                headers, since, page_bytes = prefill.trace
+                self._setup.tracer.load(
+                    request_id,
+                    headers,
+                    self._setup.clock() - since,
+                    prefill.loaded,
+                    prefill.loaded // self._setup.page * page_bytes,
+                    prefill.reason,
+                )
             self._setup.sidecars.report_prefilled(
                 prefill.tokens,
                 prefill.found,

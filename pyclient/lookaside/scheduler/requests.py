@@ -35,6 +35,8 @@ class Question:
     answered: float = 0.0
     late: bool = False
     """A rank gave no answer in time."""
+    page_bytes: int = 0
+    """Of a page at all ranks, as its answer says."""
 
     # Of a model that keeps states; owned by states.py.
     states: list[tuple[int, Lookup]] = field(default_factory=list)

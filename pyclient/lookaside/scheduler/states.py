@@ -92,6 +92,7 @@ class States:
                 0,
                 self._pace.prefill_s(page - first),
                 state.hints.tenant,
+                state.request.request_id,
             )
             asked.states.append((page, lookup))
         asked.states_asked += count
