@@ -342,6 +342,7 @@ class Space:
         self._arena = _Arena()
         self._lock = threading.Lock()
         self._kept: dict[bytes, tuple[float, _Lease]] = {}  # guarded by _lock
+        self._looks = False  # the janitor looks at _kept within half a second; guarded by _lock
         # Leases that end later, or why the janitor wakes.
         self._waiting: queue.SimpleQueue[_Lease | str] = queue.SimpleQueue()
         self._leases = 0  # that have not ended; guarded by _lock
@@ -561,7 +562,7 @@ class Space:
         raise AssertionError
 
     def _wait(self, pending: Pending) -> Any:
-        return pending.wait(self._client.timeout_s)
+        return pending.wait_here(self._client.timeout_s)
 
     def _ask(
         self,
@@ -713,6 +714,10 @@ class Space:
     def _advise(self, keys: Iterable[Key], action: int, ms: int) -> None:
         names = [_name(key) for key in keys]
         self._connected()
+        if names and action != wire.ADVISE_PREFETCH:
+            # Stores went over the other session. What is answered there comes after them.
+            message, undo = self._fetch(names[-1])
+            undo(self._wait(self._submit(message, undo)))
         with self._looking:
             if not self._scheduler.wait_connected(self._client.timeout_s):
                 raise SidecarUnavailable(self._explained(None))
@@ -745,9 +750,9 @@ class Space:
             old = self._kept.pop(name, None)
             if old is None and len(self._kept) >= _MAX_KEPT:
                 old = self._kept.pop(next(iter(self._kept)))
-            first = not self._kept
             self._kept[name] = (time.monotonic() + _KEPT_S, lease)
-        if first:
+            wake, self._looks = not self._looks, True
+        if wake:
             self._waiting.put("kept")
         if old is not None:
             self._end(old[1])
@@ -797,15 +802,20 @@ class Space:
 
     def _clean(self) -> None:
         """The janitor: ends leases of finalizers and of exists, until the last one after close."""
+        late = True
         while True:
             with self._lock:
-                pause = _KEPT_S / 2 if self._kept else None
+                # As long as exists is called again and again, it need not wake this thread.
+                self._looks = bool(self._kept) or (self._looks and not late)
+                pause = _KEPT_S / 2 if self._looks else None
                 if self._closed and not self._leases:
                     return
+            late = False
             try:
                 item = self._waiting.get(timeout=pause)
             except queue.Empty:
                 self._drop_kept(time.monotonic())
+                late = True
                 continue
             if isinstance(item, _Lease):
                 self._end(item)

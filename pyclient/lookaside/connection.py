@@ -1,8 +1,13 @@
 """One connection to a sidecar: its handshake, the requests on it, and its end.
 
-The session's thread alone connects and reads. All other threads only send: submit and send write to
-the socket from the calling thread, without blocking. (Handing a message to another thread would
-cost more than sending it.) The reply appears in a Pending.
+The session's thread alone connects. submit and send write to the socket from the calling thread,
+without blocking. (Handing a message to another thread would cost more than sending it.) The reply
+appears in a Pending.
+
+**Who reads.** The session's thread reads, and wakes who waits. Waking a thread takes as long as the
+sidecar's answer. So Pending.wait_here reads on the calling thread: it borrows the socket, and the
+session's thread leaves the socket alone until the loan ends. A borrower takes replies. At any other
+message it gives the socket back, because that message must be handled before what follows it.
 
 **Deadlines.** Nothing here waits for the sidecar without a deadline. A sidecar that is stopped
 costs one deadline at most: after a missed one the connection is *suspect*. A suspect connection
@@ -10,7 +15,8 @@ refuses every submit at once, until the sidecar says anything at all; a Ping ask
 connection is pinged too, so that most stops are noticed before anybody waits.
 
 **Locks.** The session's lock guards all fields marked so, and is never held across anything that
-can block. The audience is told on the session's thread, without it.
+can block. The audience is told on the session's thread, without it. Whoever reads holds _reading,
+from before a message is received until it is dispatched; the session's lock is taken inside.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lookaside import notices, wire
+from lookaside import _native, notices, wire
 from lookaside.control import Control
 from lookaside.endpoint import HOSTS_SOCKET_NAME, SOCKET_NAME, open_endpoint
 from lookaside.handshake import SessionOptions, greet, welcomed
@@ -39,7 +45,16 @@ _CONNECT_PATIENCE_S = 5.0
 # A wait shorter than this since the request was sent says nothing about the sidecar.
 _DOUBT_AFTER_S = 0.005
 _MAX_OUTBOX = 4096
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # as a number: enums are slow
+# How long a thread that has waited for a reply keeps the socket for its next one.
+_LOAN_S = 0.1
+# How often a borrower looks whether the session has ended on this side.
+_LOOK_S = 0.05
 _REPLIES = (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Events, wire.Error)
+
+
+def _slice_us(left_s: float) -> int:
+    return max(0, round(min(left_s, _LOOK_S) * 1e6))
 
 
 class SessionUnavailable(RuntimeError):
@@ -109,6 +124,16 @@ class Pending:
             return self._reply
         return self._connection._give_up(self)
 
+    def wait_here(self, timeout_s: float) -> Any:
+        """Return what wait returns, sooner: this thread reads the reply from the socket.
+
+        It pays where one thread asks at a time. Others that wait are served by the session's
+        thread.
+        """
+        if self._answered.is_set() or self._connection._read_for(self, timeout_s):
+            return self._reply
+        return self._connection._give_up(self)
+
 
 class Connection:
     """One socket of a session, until it ends. The session's thread makes and ends it."""
@@ -128,7 +153,13 @@ class Connection:
         self._audience = audience
         self._wakeup = wakeup
         self._log = log
-        self._buffer = bytearray(wire.MAX_PACKET_BYTES + 1)  # the thread's own
+        self._reading = threading.Lock()
+        # Guarded by _reading.
+        self._buffer = bytearray(wire.MAX_PACKET_BYTES + 1)
+        self._inbox: deque[tuple[Any, list[int]]] = deque()  # read by a borrower, for the thread
+        # Written by borrowers, read by the session's thread; each is one value.
+        self._lent_until = 0.0  # the moment until which borrowers read
+        self._heard = 0.0  # when a borrower last received anything
 
         self._lock = lock
         # Guarded by _lock, all below.
@@ -149,6 +180,7 @@ class Connection:
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._outbox: deque[bytes] = deque()
+        self._followers = 0  # threads in wait_here that do not read
 
     def is_current(self, session_id: int) -> bool:
         """Report whether session_id is this session's and its sidecar lives.
@@ -246,7 +278,7 @@ class Connection:
         if self.line is None or self._outbox:
             return False
         try:
-            self.line.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self.line.socket.send(data, _SEND_FLAGS)
             return True
         except (BlockingIOError, InterruptedError):
             return False
@@ -260,10 +292,93 @@ class Connection:
         assert self.line is not None
         while self._outbox:
             try:
-                self.line.socket.send(self._outbox[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self.line.socket.send(self._outbox[0], _SEND_FLAGS)
             except (BlockingIOError, InterruptedError):
                 return
             self._outbox.popleft()
+
+    # ---- borrowers ----
+
+    def _read_for(self, pending: Pending, timeout_s: float) -> bool:
+        """Wait for a reply, and read the socket meanwhile; return whether the reply is there."""
+        now = time.monotonic()
+        end = now + timeout_s
+        line = self._borrow(now)
+        try:
+            while not pending._answered.is_set():
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                if line is None or not self._reading.acquire(blocking=False):
+                    return self._follow(pending, left)
+                try:
+                    if self._inbox:
+                        line = self._give_back(line)
+                    elif _native.wait_readable((line.socket.fileno(),), _slice_us(left)):
+                        line = self._take_replies(line, pending)
+                finally:
+                    self._reading.release()
+            return True
+        finally:
+            if line is not None:
+                line.release()
+
+    def _follow(self, pending: Pending, timeout_s: float) -> bool:
+        """Wait for a reply that another thread reads."""
+        with self._lock:
+            self._followers += 1
+        try:
+            self._take_back()  # a borrower may end before our reply comes
+            return pending._answered.wait(timeout_s)
+        finally:
+            with self._lock:
+                self._followers -= 1
+
+    def _borrow(self, now: float) -> Line | None:
+        """Return the line, held, to read from; None if it is not to be had."""
+        with self._lock:
+            line = self.line
+            if line is None or self._broken is not None or not self.connected or self._followers:
+                return None
+            line.hold()
+        lent, self._lent_until = self._lent_until, now + _LOAN_S
+        if lent < now:
+            self._wakeup.set()  # the session's thread is to leave the socket alone
+        return line
+
+    def _take_back(self) -> None:
+        """Have the session's thread read."""
+        self._lent_until = 0.0
+        self._wakeup.set()
+
+    def _give_back(self, line: Line) -> None:
+        line.release()
+        self._take_back()
+
+    def _take_replies(self, line: Line, pending: Pending) -> Line | None:
+        """Take what the socket has, up to a reply; return the line, or None if it is given back.
+
+        The caller holds _reading.
+        """
+        try:
+            while not pending._answered.is_set():
+                received = line.receive(self._buffer)
+                if received is None:
+                    break
+                self._heard = time.monotonic()
+                if not isinstance(received[0], _REPLIES):
+                    self._inbox.append(received)
+                    return self._give_back(line)
+                close_all(received[1])
+                if self.suspect:
+                    with self._lock:
+                        self.suspect = False
+                self._answer(received[0])
+        except (OSError, HandshakeError) as error:
+            with self._lock:
+                self._broken = str(error)
+            return self._give_back(line)
+        return line
 
     # ---- the session's thread ----
 
@@ -340,12 +455,16 @@ class Connection:
                     return
                 self._flush()
                 suspect = self.suspect
-                events = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+                events = select.POLLOUT if self._outbox else 0
             if self._wakeup.ended:
                 return
             self._audience.welcome_newcomers(self.welcome)
 
             now = time.monotonic()
+            beat.heard = max(beat.heard, self._heard)
+            lent_s = self._lent_until - now
+            if lent_s <= 0:
+                events |= select.POLLIN
             if beat.wants_ping(now, suspect):
                 with self._lock:
                     if self._transmit(wire.encode(wire.Ping(next(self._ids) & 0xFFFFFFFF))):
@@ -357,10 +476,20 @@ class Connection:
                 with self._lock:
                     self.suspect = True
             poller.register(line.socket, events)
-            poller.poll(max(0.0, beat.due(now, suspect) - now) * 1000)
+            pause_s = max(0.0, beat.due(now, suspect) - now)
+            woken = poller.poll((min(pause_s, lent_s) if lent_s > 0 else pause_s) * 1000)
             self._wakeup.clear()
+            ended = any(got & ~(select.POLLIN | select.POLLOUT) for _, got in woken)
+            if self._lent_until <= time.monotonic() or ended:
+                self._take(line, beat)
 
-            while (received := line.receive(self._buffer)) is not None:
+    def _take(self, line: Line, beat: Heartbeat) -> None:
+        """Take in what borrowers have left, and what the socket has."""
+        with self._reading:
+            while True:
+                received = self._inbox.popleft() if self._inbox else line.receive(self._buffer)
+                if received is None:
+                    return
                 beat.heard, message = time.monotonic(), received[0]
                 if isinstance(message, wire.Pong):
                     beat.pinged = None
@@ -436,6 +565,7 @@ class Connection:
         with self._lock:
             self.connected = False
             self.suspect = False
+            self._lent_until = 0.0
             pending, self._pending = list(self._pending.values()), {}
             self._outbox.clear()
             line, self.line = self.line, None
@@ -449,9 +579,12 @@ class Connection:
             control.close()
         for each in pending:
             each._answered.set()
+        with self._reading:  # a borrower whose reply is there leaves soon
+            while self._inbox:
+                close_all(self._inbox.popleft()[1])
 
     def forget_after_fork(self) -> None:
         """Give the connection up in a forked child, where its lock must not be touched."""
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
         self.connected = False
         self.line = None

@@ -10,6 +10,11 @@ from typing import Any
 
 from lookaside import wire
 
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * struct.calcsize("i"))
+# As numbers: enums are slow.
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+
 
 class HandshakeError(RuntimeError):
     """The peer is not a sidecar that speaks this protocol."""
@@ -105,7 +110,7 @@ class Line:
         try:
             if size == 0:
                 raise ConnectionResetError("the sidecar has closed the session")
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if flags & _TRUNCATED:
                 raise HandshakeError("a message longer than the protocol allows")
             return wire.decode(memoryview(buffer)[:size]), fds
         except wire.WireError as error:
@@ -118,8 +123,8 @@ class Line:
     def _receive_packet(self, buffer: bytearray) -> tuple[int, list[Any], int, Any]:
         return self.socket.recvmsg_into(
             [buffer],
-            socket.CMSG_SPACE(8 * struct.calcsize("i")),
-            socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
+            _ANCILLARY_BYTES,
+            _RECEIVE_FLAGS,
         )
 
 

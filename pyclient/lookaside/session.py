@@ -334,8 +334,8 @@ class Session:
     ) -> Pending:
         """Send the request that make builds for a fresh id. Never blocks.
 
-        on_late gets the reply if it comes after Pending.wait gave up; it runs on the session's
-        thread. Raises SessionUnavailable.
+        on_late gets the reply if it comes after Pending.wait gave up; it runs on the thread that
+        reads then. Raises SessionUnavailable.
         """
         connection = self._connection
         if connection is None:

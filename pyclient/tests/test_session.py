@@ -824,3 +824,114 @@ def test_nothing_leaks_over_many_sessions(directory: Path) -> None:
 
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= fds + 1
+
+
+class Readers:
+    """Which thread has given each reply to who waits for it."""
+
+    def __init__(self, session: Session) -> None:
+        self.names: list[str] = []
+        connection = session._connection
+        assert connection is not None
+        answer = connection._answer
+
+        def noted(message: Any) -> None:
+            self.names.append(threading.current_thread().name)
+            answer(message)
+
+        connection._answer = noted  # type: ignore[method-assign]
+
+
+def test_who_waits_here_reads_the_reply(session: Session, peer: Peer) -> None:
+    """From the first call or the second on: the session's thread leaves the socket alone."""
+    peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
+    readers, mine = Readers(session), threading.current_thread().name
+    for _ in range(20):
+        assert ping(session).wait_here(30).chunks == 7
+    assert mine in readers.names
+    # Nobody waits here any more: the session's thread reads again.
+    assert ping(session).wait(30).chunks == 7
+    assert readers.names[-1] == "lookaside-worker"
+    assert session.available
+
+
+def test_threads_that_wait_here_get_their_own_replies(session: Session, peer: Peer) -> None:
+    peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, m.id)
+    wrong: list[Any] = []
+
+    def ask(here: bool) -> None:
+        for _ in range(300):
+            sent: list[wire.ClearSpace] = []
+
+            def make(number: int, sent: list[wire.ClearSpace] = sent) -> wire.ClearSpace:
+                sent.append(wire.ClearSpace(number))
+                return sent[0]
+
+            pending = session.submit(make)
+            reply = pending.wait_here(30) if here else pending.wait(30)
+            if reply is None or reply.chunks != sent[0].id:
+                wrong.append(reply)
+
+    threads = [threading.Thread(target=ask, args=(number != 3,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong and session.available
+
+
+def test_what_comes_before_a_reply_is_handled_before_it(directory: Path, peer: Peer) -> None:
+    """A grant may lie in the region that was announced an instant before."""
+    heard = Heard()
+    session = Session(options(directory))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_connected(30)
+
+    def grow(conn: Conn, message: Any) -> Any:
+        peer.add_region()
+        return wire.Cleared(message.id, 0)
+
+    peer.script[wire.ClearSpace] = grow
+    for count in range(3, 13):
+        assert ping(session).wait_here(30) is not None
+        assert len(heard.regions) == count
+    session.close()
+
+
+@pytest.mark.parametrize("end", ["peer", "close", "garbage"])
+def test_who_waits_here_notices_the_end(directory: Path, end: str) -> None:
+    with serving(directory) as peer:
+        session = Session(options(directory))
+        session.start()
+        assert session.wait_connected(30)
+        first = session.session_id
+        replies: list[Any] = []
+        peer.script[wire.ClearSpace] = lambda conn, m: None
+        waiting = threading.Thread(target=lambda: replies.append(ping(session).wait_here(300)))
+        waiting.start()
+        peer.wait_for(wire.ClearSpace)
+        if end == "garbage":
+            peer.conns[0].send(b"\xc1")
+        elif end == "close":
+            session.close(30)
+        else:
+            peer.conns[0].sock.shutdown(socket.SHUT_RDWR)
+        waiting.join(60)
+        assert replies == [None]
+        if end != "close":
+            until(lambda: session.connected and session.session_id != first)
+        session.close(30)
+
+
+def test_a_stopped_peer_is_suspect_also_for_who_waits_here(session: Session, peer: Peer) -> None:
+    goes_on = threading.Event()
+    peer.script[wire.ClearSpace] = lambda conn, m: goes_on.wait(60) and wire.Cleared(m.id, 1)
+    late: list[Any] = []
+    pending = session.submit(lambda i: wire.ClearSpace(i), late.append)
+    assert pending.wait_here(0.05) is None
+    with pytest.raises(SessionUnavailable):
+        ping(session)
+    goes_on.set()
+    until(lambda: late and session.available)
+    assert ping(session).wait_here(30).chunks == 1
