@@ -9,11 +9,12 @@
  * (block ids and addresses) is copied first, then checked, then used, so changing the arrays meanwhile does no harm. A copy on
  * the CPU that meets a bus error raises BusError; those that the driver makes are its own affair.
  */
-#define _GNU_SOURCE /* ppoll */
+#define _GNU_SOURCE /* ppoll, sendmmsg */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>
 #include <poll.h>
+#include <sys/socket.h>
 
 #include "_copycore.h"
 #include "_cudacore.h"
@@ -583,7 +584,44 @@ static PyObject *wait_readable(PyObject *module, PyObject *args) {
     return PyBool_FromLong(ready > 0);
 }
 
+enum { MAX_PACKETS = 64 };
+
+static PyObject *send_packets(PyObject *module, PyObject *args) {
+    int fd;
+    PyObject *list;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iO:send_packets", &fd, &list)) return NULL;
+    PyObject *packets = PySequence_List(list);
+    if (packets == NULL) return NULL;
+    Py_ssize_t count = PyList_Size(packets);
+    if (count > MAX_PACKETS) count = MAX_PACKETS;
+    struct iovec data[MAX_PACKETS];
+    struct mmsghdr messages[MAX_PACKETS];
+    memset(messages, 0, sizeof messages);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        char *bytes;
+        Py_ssize_t size;
+        if (PyBytes_AsStringAndSize(PyList_GetItem(packets, i), &bytes, &size) < 0) {
+            Py_DECREF(packets);
+            return NULL;
+        }
+        data[i] = (struct iovec){.iov_base = bytes, .iov_len = (size_t)size};
+        messages[i].msg_hdr.msg_iov = &data[i];
+        messages[i].msg_hdr.msg_iovlen = 1;
+    }
+    int sent;
+    Py_BEGIN_ALLOW_THREADS
+    sent = sendmmsg(fd, messages, (unsigned)count, MSG_DONTWAIT | MSG_NOSIGNAL);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(packets);
+    if (sent >= 0) return PyLong_FromLong(sent);
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return PyLong_FromLong(0);
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
 static PyMethodDef module_methods[] = {
+    {"send_packets", send_packets, METH_VARARGS,
+     "send_packets(fd, packets) -> int: send bytes, each as a packet, in one system call and without waiting; how many were taken."},
     {"wait_readable", wait_readable, METH_VARARGS,
      "wait_readable(fds, timeout_us) -> bool: wait, without the GIL, until one of the descriptors is readable."},
     {"usable", usable, METH_VARARGS, "usable(kernel) -> bool: whether this CPU can run the copy kernel."},

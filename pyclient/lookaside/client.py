@@ -71,6 +71,8 @@ _MAX_VALUE_BYTES = 1 << 32
 # A lease that exists has left is there for the retrieve that follows, for so long and so many.
 _KEPT_S = 1.0
 _MAX_KEPT = 16
+# How soon the sidecar learns that a lease has ended, if nothing is asked before.
+_LOOK_S = 0.1
 # Requests of one batch that are out at a time.
 _WINDOW = 256
 _HUGE_KINDS = ("hugetlb", "thp", "devdax", "fsdax")
@@ -108,10 +110,17 @@ class _Lease:
         """Send a message for the grant's end; return whether it was the first and will arrive."""
         return self._told.acquire(blocking=False) and session.send(message, self.session_id)
 
-    def end(self, session: Session) -> None:
-        """Let go of everything. Call once, when nothing refers to the buffer."""
-        self.tell(session, self.last)
+    def end(self, session: Session) -> bool:
+        """Let go of everything. Call once, when nothing refers to the buffer.
+
+        Returns whether the session has a message that it sends later.
+        """
+        later = isinstance(self.last, wire.Release)
+        first = self._told.acquire(blocking=False)
+        if first:
+            (session.send_later if later else session.send)(self.last, self.session_id)
         self.hold.release()
+        return first and later
 
 
 class _Buffer:
@@ -245,7 +254,8 @@ class Value:
     def close(self) -> None:
         """Let go of the view. Safe to call again.
 
-        The lease ends now, or with the last array that was made of the view.
+        The lease ends now, or with the last array that was made of the view. The sidecar learns it
+        with this process's next request, or within a tenth of a second.
         """
         self._view.release()
         self._buffer.release()
@@ -342,7 +352,7 @@ class Space:
         self._arena = _Arena()
         self._lock = threading.Lock()
         self._kept: dict[bytes, tuple[float, _Lease]] = {}  # guarded by _lock
-        self._looks = False  # the janitor looks at _kept within half a second; guarded by _lock
+        self._looks = False  # the janitor looks around within _LOOK_S; guarded by _lock
         # Leases that end later, or why the janitor wakes.
         self._waiting: queue.SimpleQueue[_Lease | str] = queue.SimpleQueue()
         self._leases = 0  # that have not ended; guarded by _lock
@@ -499,7 +509,7 @@ class Space:
             return
         self._closed = True
         self._drop_kept()
-        self._waiting.put("end")
+        self._waiting.put("look")
         with self._looking:
             self._lookups.close()
         self._scheduler.close()
@@ -753,7 +763,7 @@ class Space:
             self._kept[name] = (time.monotonic() + _KEPT_S, lease)
             wake, self._looks = not self._looks, True
         if wake:
-            self._waiting.put("kept")
+            self._waiting.put("look")
         if old is not None:
             self._end(old[1])
 
@@ -778,12 +788,14 @@ class Space:
         return lease.tell(self._worker, message)
 
     def _end(self, lease: _Lease) -> None:
-        lease.end(self._worker)
+        later = lease.end(self._worker)
         with self._lock:
             self._leases -= 1
-            last = self._closed and not self._leases
-        if last:
-            self._waiting.put("end")
+            wake = self._closed and not self._leases
+            if later and not self._looks:
+                wake = self._looks = True
+        if wake:
+            self._waiting.put("look")
 
     def _free_some(self) -> bool:
         """End what nobody uses any more, and what exists has kept; return whether there was any."""
@@ -805,9 +817,9 @@ class Space:
         late = True
         while True:
             with self._lock:
-                # As long as exists is called again and again, it need not wake this thread.
+                # As long as there is something to do again and again, nobody need wake this thread.
                 self._looks = bool(self._kept) or (self._looks and not late)
-                pause = _KEPT_S / 2 if self._looks else None
+                pause = _LOOK_S if self._looks else None
                 if self._closed and not self._leases:
                     return
             late = False
@@ -815,6 +827,7 @@ class Space:
                 item = self._waiting.get(timeout=pause)
             except queue.Empty:
                 self._drop_kept(time.monotonic())
+                self._worker.flush()
                 late = True
                 continue
             if isinstance(item, _Lease):

@@ -46,6 +46,8 @@ _CONNECT_PATIENCE_S = 5.0
 _DOUBT_AFTER_S = 0.005
 _MAX_OUTBOX = 4096
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # as a number: enums are slow
+# Messages that wait for the next one, so that all are one system call and wake the sidecar once.
+_MAX_LATER = 32
 # How long a thread that has waited for a reply keeps the socket for its next one.
 _LOAN_S = 0.1
 # How often a borrower looks whether the session has ended on this side.
@@ -180,6 +182,7 @@ class Connection:
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._outbox: deque[bytes] = deque()
+        self._later: list[bytes] = []  # is sent with what is sent next; below _MAX_LATER
         self._followers = 0  # threads in wait_here that do not read
 
     def is_current(self, session_id: int) -> bool:
@@ -273,23 +276,51 @@ class Connection:
             self.doubt()
         return None
 
-    def _transmit(self, data: bytes) -> bool:
-        """Send now if the socket takes it; return whether it did. The caller holds _lock."""
+    def send_later(self, message: Any, session_id: int) -> bool:
+        """Send a message with the next one, or by flush; see Session.send_later."""
+        with self._lock:
+            welcome = self.welcome
+            if not self.connected or self._broken is not None or welcome is None:
+                return False
+            if welcome.session != session_id:
+                return False
+            self._later.append(wire.encode(message))
+            if len(self._later) < _MAX_LATER:
+                return True
+        self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Send what send_later has left."""
+        with self._lock:
+            if self._later and not self._transmit():
+                self._wakeup.set()
+
+    def _transmit(self, *data: bytes) -> bool:
+        """Send what waits for the next message, and then data, now if the socket takes it.
+
+        Returns whether it took data. What waited and was not taken goes to the outbox. The caller
+        holds _lock.
+        """
         if self.line is None or self._outbox:
             return False
+        packets, self._later = (*self._later, *data), []
         try:
-            self.line.socket.send(data, _SEND_FLAGS)
-            return True
-        except (BlockingIOError, InterruptedError):
-            return False
+            sent = _native.send_packets(self.line.socket.fileno(), packets)
         except OSError as error:
             self._broken = str(error)
             self._wakeup.set()
             return False
+        if sent == len(packets):
+            return True
+        self._outbox.extend(packets[sent : len(packets) - len(data)])
+        return not data and not self._outbox
 
     def _flush(self) -> None:
         """Send what waits in the outbox, as far as the socket takes it. The caller holds _lock."""
         assert self.line is not None
+        self._outbox.extend(self._later)
+        self._later.clear()
         while self._outbox:
             try:
                 self.line.socket.send(self._outbox[0], _SEND_FLAGS)
@@ -568,6 +599,7 @@ class Connection:
             self._lent_until = 0.0
             pending, self._pending = list(self._pending.values()), {}
             self._outbox.clear()
+            self._later.clear()
             line, self.line = self.line, None
             control, self._control = self._control, None
             direct, self._direct = self._direct, None

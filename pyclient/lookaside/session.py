@@ -352,6 +352,20 @@ class Session:
         connection = self._connection
         return connection is not None and connection.send(message, session_id)
 
+    def send_later(self, message: Any, session_id: int) -> bool:
+        """Send a message without reply with the next message of any kind, or by flush.
+
+        So both are one system call, and wake the sidecar once. Returns as send does.
+        """
+        connection = self._connection
+        return connection is not None and connection.send_later(message, session_id)
+
+    def flush(self) -> None:
+        """Send what send_later has left."""
+        connection = self._connection
+        if connection is not None:
+            connection.flush()
+
     def doubt(self) -> None:
         """Note a missed deadline: the session is suspect until the sidecar speaks."""
         connection = self._connection

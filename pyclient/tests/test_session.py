@@ -935,3 +935,30 @@ def test_a_stopped_peer_is_suspect_also_for_who_waits_here(session: Session, pee
     goes_on.set()
     until(lambda: late and session.available)
     assert ping(session).wait_here(30).chunks == 1
+
+
+def test_what_is_sent_later_goes_before_the_next_message(session: Session, peer: Peer) -> None:
+    for load in (1, 2):
+        assert session.send_later(wire.Release(load, ()), session.session_id)
+    ping(session)
+    peer.wait_for(wire.ClearSpace)
+    assert [each.load for each in peer.of(wire.Release)] == [1, 2]
+    session.send_later(wire.Release(3, ()), session.session_id)
+    session.flush()
+    assert peer.wait_for(wire.Release, 3)[-1].load == 3
+    assert not session.send_later(wire.Release(4, ()), session.session_id + 1)
+
+
+def test_nothing_that_is_sent_later_is_lost(session: Session, peer: Peer) -> None:
+    """Not when the socket is full, and not when many wait: they are sent in their order."""
+    goes_on = threading.Event()
+    peer.script[wire.ClearSpace] = lambda conn, m: goes_on.wait(60) and wire.Cleared(m.id, 1)
+    ping(session)
+    peer.wait_for(wire.ClearSpace)
+    loads = list(range(1, 2001))
+    for load in loads:
+        assert session.send_later(wire.Release(load, ()), session.session_id)
+    session.flush()
+    goes_on.set()
+    assert [each.load for each in peer.wait_for(wire.Release, len(loads))] == loads
+    until(lambda: session.available)
