@@ -5,7 +5,10 @@ A sidecar with values of 1 MiB is asked whether it holds one (`exists`) and for 
 trip: a Ping and its Pong on a session socket, sent and received by one thread of Python with no
 session around it (goal 1.5). `exists` leaves its lease to the `retrieve` that follows, so that both
 take one round trip. `batch` is the time for each of 16 values that are asked for at once. `alloc`
-and `store` write nothing. Rounds alternate with those of the limit; times are microseconds.
+and `store` write nothing. `spaced` has 100 us of computing between two calls, of both sides: a
+program does something with a value. Without it, the sidecar's threads spin for the bare loop's next
+message and are asleep when that of a client comes, which is later by what Python does in between.
+Rounds alternate with those of the limit; times are microseconds.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ BINARY = Path(__file__).resolve().parents[1] / "bin" / "lookaside"
 SIZE = 1 << 20
 PATIENCE_S = 30.0
 BATCH = 16
+SPACE_S = 100e-6
 
 
 class Bare:
@@ -73,18 +77,21 @@ class Bare:
                 return
 
 
-def timed(call: Callable[[], object], count: int) -> float:
-    """The median of count calls, in microseconds."""
+def timed(call: Callable[[], object], count: int, space_s: float) -> float:
+    """The median of count calls, in microseconds, with space_s of computing between them."""
     times = []
     for _ in range(count):
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < space_s:
+            pass
         begun = time.perf_counter()
         call()
         times.append((time.perf_counter() - begun) * 1e6)
     return statistics.median(times)
 
 
-def cases(space: Space) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is measured, and how many each call is."""
+def cases(space: Space) -> dict[str, tuple[Callable[[], object], int, float]]:
+    """What is measured, how many each call is, and the time between two calls."""
     keys = [b"%d" % number for number in range(BATCH)]
     for key in keys:
         space.put(key, bytes(SIZE))
@@ -111,10 +118,12 @@ def cases(space: Space) -> dict[str, tuple[Callable[[], object], int]]:
         space.alloc(b"fresh %d" % next(fresh)).store()
 
     return {
-        "exists_and_retrieve": (both, 1),
-        "retrieve": (retrieve, 1),
-        f"retrieve.batch_{BATCH}": (batch, BATCH),
-        "alloc_and_store": (store, 1),
+        "exists_and_retrieve": (both, 1, 0.0),
+        "exists_and_retrieve.spaced": (both, 1, SPACE_S),
+        "retrieve": (retrieve, 1, 0.0),
+        "retrieve.spaced": (retrieve, 1, SPACE_S),
+        f"retrieve.batch_{BATCH}": (batch, BATCH, 0.0),
+        "alloc_and_store": (store, 1, 0.0),
     }
 
 
@@ -143,11 +152,11 @@ def main() -> int:
             with Client(endpoint, timeout_s=PATIENCE_S) as client:
                 space = client.space("bench", SIZE)
                 bare = Bare(endpoint)
-                for name, (call, each) in cases(space).items():
+                for name, (call, each, space_s) in cases(space).items():
                     own, limit = [], []
                     for _ in range(args.rounds):
-                        own.append(timed(call, args.calls) / each)
-                        limit.append(timed(bare, args.calls))
+                        own.append(timed(call, args.calls, space_s) / each)
+                        limit.append(timed(bare, args.calls, space_s))
                     report.rounds(name, "us", own, limit)
         finally:
             process.terminate()
