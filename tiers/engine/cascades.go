@@ -374,7 +374,9 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 	if s.idle() {
 		r.lease()
 		if s.flags&cold != 0 {
-			e.uncool(r, ref)
+			if e.kin(ref).child == 0 {
+				e.uncool(r, ref)
+			}
 		} else if s.children == 0 {
 			e.hold(ref)
 		}
@@ -499,12 +501,10 @@ func (e *Engine) chill(bit uint8) uint32 {
 		}
 		ref, _ := e.nextVictim(c, chillOrder)
 		e.hold(ref)
-		r, s := e.slot(ref)
-		s.flags |= cold
-		e.countCold(r, ref, 1)
+		r, _ := e.slot(ref)
+		e.freeze(r, ref)
 		t := e.route(ref)
 		e.admit(ref, e.cascades.evicted&^bit)
-		e.cool(r, ref)
 		if t.held&bit == 0 {
 			if t.part&bit != 0 {
 				// The slot was a victim before and waits as a partly filled chunk. Its old entry
@@ -566,12 +566,63 @@ func (e *Engine) uncool(r *region, ref uint32) {
 	t.next, t.prev = 0, 0
 }
 
-// thaw ends a slot's being cold, because it is used or leaves.
+// freeze makes an idle slot cold, all of whose continuations are. What it continues may be chosen
+// next, as if the slot were gone.
+func (e *Engine) freeze(r *region, ref uint32) {
+	_, s := e.slot(ref)
+	s.flags |= cold
+	e.countCold(r, ref, 1)
+	if e.kin(ref).child == 0 {
+		e.cool(r, ref)
+	}
+	if e.orphan(ref) {
+		return
+	}
+	parent := e.kin(ref).parent
+	_, p := e.slot(parent)
+	if p.state == ready && !p.doomed() {
+		r.class.policy.Inherit(parent, ref)
+	}
+	p.stamp = max(p.stamp, s.stamp)
+	p.children--
+	e.offerEnd(parent)
+}
+
+// thaw ends a slot's being cold, because it is used, and that of all that it continues.
 func (e *Engine) thaw(ref uint32) {
 	r, s := e.slot(ref)
-	if s.idle() {
+	if s.idle() && e.kin(ref).child == 0 {
+		e.uncool(r, ref)
+	}
+	e.warm(r, ref)
+}
+
+// warm ends a slot's being cold. It is in no list any more.
+func (e *Engine) warm(r *region, ref uint32) {
+	_, s := e.slot(ref)
+	s.flags &^= cold
+	e.countCold(r, ref, -1)
+	if e.orphan(ref) {
+		return
+	}
+	parent := e.kin(ref).parent
+	_, p := e.slot(parent)
+	p.children++
+	if p.state == ready && !p.doomed() {
+		e.hold(parent)
+	}
+}
+
+// discard ends a slot's being cold, because it leaves. What it continues stays as it is.
+func (e *Engine) discard(r *region, ref uint32) {
+	_, s := e.slot(ref)
+	if s.idle() && e.kin(ref).child == 0 {
 		e.uncool(r, ref)
 	}
 	s.flags &^= cold
 	e.countCold(r, ref, -1)
+	if !e.orphan(ref) {
+		_, p := e.slot(e.kin(ref).parent)
+		p.children++ // until disown
+	}
 }

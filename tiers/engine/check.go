@@ -370,7 +370,9 @@ func (c *checker) parents() error {
 		if r.foreign || c.e.isForeign(parent) {
 			return broken("slot %#x continues slot %#x", ref, parent)
 		}
-		c.children[parent]++
+		if s.flags&cold == 0 {
+			c.children[parent]++
+		}
 		k := c.e.kin(ref)
 		if k.prev != 0 && c.e.kin(k.prev).next != ref ||
 			k.prev == 0 && c.e.kin(parent).child != ref ||
@@ -456,7 +458,7 @@ func (c *checker) slot(r *region, ref uint32, s *slot) error {
 			return broken("slot %#x is in space %d", ref, s.space)
 		}
 		c.chunks[e.spaceOf(r, s)]++
-		if (s.children == 0) != (e.kin(ref).child == 0) {
+		if s.children > 0 && e.kin(ref).child == 0 {
 			return broken("slot %#x has %d continuations, the first of them %#x", ref, s.children,
 				e.kin(ref).child)
 		}
@@ -743,7 +745,7 @@ func (c *checker) coldest(cl *class) error {
 		for ref := p.coldFirst; ref != 0; ref = e.route(ref).next {
 			r, s := e.slot(ref)
 			if r.class != cl || e.orderOf(r, ref) != order || s.flags&cold == 0 || !s.idle() ||
-				e.route(ref).prev != prev {
+				e.kin(ref).child != 0 || e.route(ref).prev != prev {
 				return broken("slot %#x with flags %b is listed as cold", ref, s.flags)
 			}
 			idle++
@@ -756,8 +758,8 @@ func (c *checker) coldest(cl *class) error {
 	if sum != cl.cold {
 		return broken("a class has %d cold slots, counted %d", sum, cl.cold)
 	}
-	if err := c.each(func(r *region, _ uint32, s *slot) error {
-		idle -= b2i(r.class == cl && s.flags&cold != 0 && s.idle())
+	if err := c.each(func(r *region, ref uint32, s *slot) error {
+		idle -= b2i(r.class == cl && s.flags&cold != 0 && s.idle() && e.kin(ref).child == 0)
 		return nil
 	}); err != nil || idle != 0 {
 		return broken("%d cold slots too many are listed", idle)

@@ -27,7 +27,7 @@ func (e *Engine) victim(c *class, order tenant.ID, kinds []kind) (ref uint32, ok
 		switch r := e.regions[ref>>recordBits]; {
 		case r.retired: // Drain has not come to it yet
 			e.hold(ref)
-		case r.draining:
+		case r.draining && e.kin(ref).child == 0:
 			e.expel(ref)
 		default:
 			return ref, ok
@@ -85,12 +85,25 @@ func (e *Engine) divided(c *class) bool { return e.tenants.shares.On() && !c.isF
 // the policy's choice. It returns false if there is none. A slot of a region that is being emptied
 // is not handed out when it has become free.
 func (e *Engine) evictFrom(c *class, order tenant.ID) bool {
+	var strays [maxStrays]uint32 // whose continuations are cold, and just being written
+	n := 0
+	defer func() {
+		for _, ref := range strays[:n] {
+			e.offerEnd(ref)
+		}
+	}()
 	for range maxStrays {
 		ref := c.parts[order].coldFirst
 		if ref == 0 {
 			var ok bool
 			if ref, ok = e.victim(c, order, evictionOrder); !ok {
 				return false
+			}
+			if e.kin(ref).child != 0 {
+				e.hold(ref)
+				strays[n] = ref
+				n++
+				continue
 			}
 		} else if e.regions[ref>>recordBits].retired {
 			e.thaw(ref)

@@ -25,18 +25,30 @@ func (e *Engine) adopt(parent, child uint32) {
 		e.hold(parent)
 	}
 	e.hang(parent, child)
+	e.offerEnd(parent) // the child may be cold
+}
+
+// offerEnd offers a slot if nothing but cold slots continues it and it is not in use.
+func (e *Engine) offerEnd(ref uint32) {
+	_, s := e.slot(ref)
+	if s.children == 0 && s.state == ready && !s.doomed() && s.idle() {
+		e.offer(ref)
+	}
 }
 
 // hang puts a slot without a parent among the continuations of parent.
 func (a *arena) hang(parent, child uint32) {
 	_, p := a.slot(parent)
+	_, s := a.slot(child)
 	k, c := a.kin(parent), a.kin(child)
 	*c = kin{parent: parent, parentGen: p.gen, next: k.child, child: c.child}
 	if k.child != 0 {
 		a.kin(k.child).prev = child
 	}
 	k.child = child
-	p.children++
+	if s.flags&cold == 0 {
+		p.children++
+	}
 }
 
 // unhang removes child from its parent's continuations. A slot that has been orphaned is in no such
@@ -44,7 +56,9 @@ func (a *arena) hang(parent, child uint32) {
 func (a *arena) unhang(child uint32) {
 	c := a.kin(child)
 	_, p := a.slot(c.parent)
-	p.children--
+	if _, s := a.slot(child); s.flags&cold == 0 {
+		p.children--
+	}
 	if c.prev != 0 {
 		a.kin(c.prev).next = c.next
 	} else {
@@ -72,6 +86,7 @@ func (e *Engine) bequeath(ref uint32) {
 		e.unhang(child)
 		e.hang(heir, child)
 	}
+	e.offerEnd(heir) // all of them may be cold
 }
 
 // superfluous reports whether a ready slot adds nothing to what others hold: it is the shorter
@@ -140,9 +155,7 @@ func (e *Engine) disown(ref uint32) {
 	_, p := e.slot(parent)
 	e.unhang(ref)
 	p.stamp = max(p.stamp, s.stamp)
-	if p.children == 0 && p.state == ready && !p.doomed() && p.idle() {
-		e.offer(parent)
-	}
+	e.offerEnd(parent)
 }
 
 // parentOf returns the slot that holds the page before a slot's first. prev begins with that page's

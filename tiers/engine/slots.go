@@ -48,7 +48,7 @@ type slot struct {
 	stamp    uint64 // tick of the last use; a prefix inherits that of a continuation that leaves
 	gen      uint32 // rises each time the slot becomes free
 	pins     uint32 // leases
-	children uint32 // slots whose parent this is
+	children uint32 // slots whose parent this is, without cold ones
 	chunk    uint32 // the chunk's number in its prefix
 	pages    uint16 // committed pages
 	granted  uint16 // pages after them that a store is writing; the whole chunk while filling
@@ -159,12 +159,13 @@ func (e *Engine) offer(ref uint32) {
 	switch {
 	case r.retired:
 		if s.flags&cold != 0 {
-			s.flags &^= cold
-			e.countCold(r, ref, -1)
+			e.warm(r, ref)
 		}
 		return
 	case s.flags&cold != 0:
-		e.cool(r, ref)
+		if e.kin(ref).child == 0 {
+			e.cool(r, ref)
+		}
 		return
 	}
 	if e.hints.pinned > 0 && r.kinds[ref&recordMask] == pinned {
@@ -249,7 +250,7 @@ func (e *Engine) settle(ref uint32) {
 			e.stats.Duplicates++
 		}
 		e.bequeath(ref)
-		if s.flags&cold != 0 {
+		if s.flags&cold != 0 && e.kin(ref).child == 0 {
 			e.cool(r, ref) // as thaw expects
 		}
 		e.leave(ref, why.End)
@@ -270,7 +271,7 @@ func (e *Engine) leave(ref uint32, reason why.Reason) {
 		reason, by.Tier = why.Shed, uint8(bits.TrailingZeros8(shed))+1
 	}
 	if s.flags&cold != 0 {
-		e.thaw(ref)
+		e.discard(r, ref)
 	}
 	if r.foreign {
 		e.retractLent(r, ref)
