@@ -43,7 +43,7 @@ var layers = [][]string{
 	{
 		"dax/memcopy",
 		"ipc", "ipc/client", "internal/unshared",
-		"tiers/policy", "tiers/why", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest", "tiers/remote",
+		"tiers/policy", "tiers/why", "tiers/worth", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest", "tiers/remote",
 		"tiers/faults",
 	},
 	{

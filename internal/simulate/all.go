@@ -11,9 +11,9 @@ import (
 type Plan struct {
 	Traces     []*Trace
 	Policies   []string
-	Capacities []int // chunks; of a trace without chunks: blocks
-	Tiers      []int // likewise, of a tier below; 0 is none, and so is an empty list
-	OnEviction bool  // see Setup
+	Capacities []int       // chunks; of a trace without chunks: blocks
+	Tiers      []int       // likewise, of a tier below; 0 is none, and so is an empty list
+	Admits     []Admission // of the tiers; an empty list is what is stored
 	Seed       uint64
 	// Progress, if not nil, is called now and then with the part of the work that is done, from 0
 	// to 1. Any goroutine may call it.
@@ -21,14 +21,17 @@ type Plan struct {
 }
 
 // Run runs the plan on all cores. The results are in the plan's order: by trace, then policy, then
-// tier, then capacity. The first error ends it.
+// admission, then tier, then capacity. The first error ends it.
 func (p Plan) Run(ctx context.Context) ([]Result, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if len(p.Tiers) == 0 {
 		p.Tiers = []int{0}
 	}
-	each := len(p.Policies) * len(p.Tiers) * len(p.Capacities) // of a trace
+	if len(p.Admits) == 0 {
+		p.Admits = []Admission{admitStored}
+	}
+	each := len(p.Policies) * len(p.Admits) * len(p.Tiers) * len(p.Capacities) // of a trace
 	results := make([]Result, len(p.Traces)*each)
 	total := 0
 	for _, t := range p.Traces {
@@ -48,10 +51,10 @@ func (p Plan) Run(ctx context.Context) ([]Result, error) {
 				if i >= len(results) {
 					return
 				}
-				n := len(p.Capacities)
+				n, m := len(p.Capacities), len(p.Capacities)*len(p.Tiers)
 				how := Setup{Capacity: p.Capacities[i%n], Tier: p.Tiers[i/n%len(p.Tiers)],
-					Policy: p.Policies[i/n/len(p.Tiers)%len(p.Policies)], Seed: p.Seed,
-					OnEviction: p.OnEviction}
+					Admit:  p.Admits[i/m%len(p.Admits)],
+					Policy: p.Policies[i/m/len(p.Admits)%len(p.Policies)], Seed: p.Seed}
 				var err error
 				results[i], err = Run(ctx, p.Traces[i/each], how, progress)
 				if err != nil {

@@ -46,8 +46,9 @@ type Cache struct {
 	evicted int
 	due     int      // chunks since the policy's last Work
 	leased  []uint32 // slots that the present request uses
-	// onEvict, if not nil, is called with a chunk that is about to leave for room.
-	onEvict func(first int, prev uint64, keys []uint64)
+	below   *below   // what feeds the tier below; nil if there is none
+	tick    uint64   // requests
+	stored  int      // pages that put stored
 }
 
 // kin links the records of one page, plus 1; 0 is none. The first is the one in the table.
@@ -56,11 +57,13 @@ type kin struct{ next, prev uint32 }
 // chunk is what a slot holds.
 type chunk struct {
 	parent   uint32 // the slot plus 1 of the chunk before it; 0 is none
-	children uint32
+	children uint32 // that are not cold
+	kids     uint32 // all
 	first    uint32 // the number of its first page in its prefix
 	pages    uint16 // 0: the slot is free
 	leased   bool   // the present request uses it
 	prev     uint64 // the key of the page before first, if any
+	below    standing
 }
 
 // NewCache returns a cache of slots with room for a chunk of pagesPerChunk pages each.
@@ -122,6 +125,7 @@ type Walk struct {
 // many of them hit, both of chunks in the sample.
 func (c *Cache) Do(w *Walk) (asked, hits int) {
 	c.leased = c.leased[:0]
+	c.tick++
 	parent := uint32(0)
 	if w.First > 0 && w.First%c.ppc == 0 {
 		if parent = c.slotOf(c.find(w.Prev)); parent != 0 {
@@ -189,6 +193,9 @@ func (c *Cache) Do(w *Walk) (asked, hits int) {
 			c.policy.Offer(ref(s - 1))
 		}
 	}
+	if c.below != nil {
+		c.below.done(c)
+	}
 	if c.due += chunks; c.due >= workSteps {
 		c.due = 0
 		c.policy.Work(workSteps)
@@ -208,11 +215,17 @@ func (c *Cache) Held(keys []uint64) (n int) {
 func (c *Cache) use(slot uint32) {
 	c.policy.Use(ref(slot - 1))
 	c.lease(slot)
+	if c.below != nil {
+		c.below.used(c, slot-1)
+	}
 }
 
 func (c *Cache) lease(slot uint32) {
 	if k := &c.chunks[slot-1]; !k.leased {
 		c.policy.Hold(ref(slot - 1))
+		if k.below.cold {
+			c.below.thaw(c, slot-1)
+		}
 		k.leased = true
 		c.leased = append(c.leased, slot)
 	}
@@ -223,8 +236,15 @@ func (c *Cache) hold(slot, parent uint32) {
 	c.lease(slot)
 	if k := &c.chunks[slot-1]; k.parent == 0 && c.before(parent, k.first) {
 		k.parent = parent
-		c.chunks[parent-1].children++
+		c.adopt(parent)
 	}
+}
+
+// adopt counts one more continuation of a slot (plus 1).
+func (c *Cache) adopt(parent uint32) {
+	p := &c.chunks[parent-1]
+	p.children++
+	p.kids++
 }
 
 // before reports whether a slot (plus 1, 0 for none) holds a chunk that lies before page first of
@@ -244,7 +264,11 @@ func (c *Cache) put(first int, prev uint64, keys []uint64, have int, rec, parent
 			for pos := have; pos < len(keys); pos++ {
 				c.enter(slot-1, pos, keys[pos])
 			}
+			c.stored += len(keys) - have
 			k.pages = uint16(len(keys))
+			if c.below != nil {
+				c.below.grown(c, slot-1)
+			}
 			return slot
 		}
 	}
@@ -256,7 +280,7 @@ func (c *Cache) put(first int, prev uint64, keys []uint64, have int, rec, parent
 		parent = 0
 	}
 	if parent != 0 {
-		c.chunks[parent-1].children++
+		c.adopt(parent)
 	}
 	c.chunks[slot] = chunk{parent: parent, first: uint32(first), pages: uint16(len(keys)),
 		prev: prev, leased: true}
@@ -272,6 +296,10 @@ func (c *Cache) put(first int, prev uint64, keys []uint64, have int, rec, parent
 	}
 	c.policy.Enter(ref(slot), max(name, 1), above, 0)
 	c.leased = append(c.leased, slot+1)
+	c.stored += len(keys)
+	if c.below != nil {
+		c.below.entered(c, slot)
+	}
 	return slot + 1
 }
 
@@ -284,14 +312,17 @@ func (c *Cache) room() (slot uint32, ok bool) {
 		}
 		return uint32(n), true
 	}
-	victim, ok := c.policy.Victim(0)
-	if !ok {
+	var victim uint32
+	if c.below != nil && c.below.oldest != 0 {
+		victim = ref(c.below.oldest - 1)
+	} else if victim, ok = c.policy.Victim(0); !ok {
 		return 0, false
 	}
 	slot = victim & policy.SlotMask
 	k := &c.chunks[slot]
-	if c.onEvict != nil {
-		c.onEvict(int(k.first), k.prev, c.keys[int(slot)*c.ppc:][:k.pages])
+	wasCold := k.below.cold
+	if wasCold {
+		c.below.end(c, slot)
 	}
 	if k.parent != 0 {
 		c.policy.Inherit(ref(k.parent-1), victim)
@@ -303,7 +334,15 @@ func (c *Cache) room() (slot uint32, ok bool) {
 	c.evicted++
 	if k.parent != 0 {
 		up := &c.chunks[k.parent-1]
-		if up.children--; up.children == 0 && !up.leased {
+		up.kids--
+		if up.below.cold {
+			if up.kids == 0 {
+				c.below.cool(c, k.parent-1)
+			}
+		} else if !wasCold {
+			up.children--
+		}
+		if !up.below.cold && up.children == 0 && !up.leased {
 			c.policy.Offer(ref(k.parent - 1))
 		}
 	}

@@ -8,7 +8,7 @@ import (
 // A Report holds the results of a plan as `lookaside simulate --format json` prints them.
 type Report struct {
 	Traces  []TraceReport `json:"traces"`
-	Results []Outcome     `json:"results"` // by trace, then policy, then tier, then capacity
+	Results []Outcome     `json:"results"` // in the order of Plan.Run
 }
 
 // A TraceReport describes a trace.

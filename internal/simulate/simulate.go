@@ -4,6 +4,7 @@
 package simulate
 
 import (
+	"cmp"
 	"context"
 
 	"lookaside/tiers/policy"
@@ -19,10 +20,12 @@ type Result struct {
 	Blocks   int    `json:"blocks"` // requested
 	Hits     int    `json:"hits"`   // in the prefix that was held when the request came
 	Evicted  int    `json:"evicted"`
-	// Tier is the capacity of a tier below, 0 for none, and TierHits those of Hits that it had and
-	// the cache above it had not.
-	Tier     int `json:"tier,omitempty"`
-	TierHits int `json:"tier_hits,omitempty"`
+	// Tier is the capacity of a tier below, 0 for none, TierHits those of Hits that it had and the
+	// cache above it had not, and TierWrites the blocks that were written to it.
+	Tier       int       `json:"tier,omitempty"`
+	Admit      Admission `json:"admit,omitempty"` // what the tier took
+	TierHits   int       `json:"tier_hits,omitempty"`
+	TierWrites int       `json:"tier_writes,omitempty"`
 }
 
 // Ratio returns the part of the blocks that hit.
@@ -31,15 +34,14 @@ func (r Result) Ratio() float64 { return float64(r.Hits) / float64(max(r.Blocks,
 // every is how many requests a run handles before it checks ctx and reports progress.
 const every = 1024
 
-// A Setup is a cache and, if there is one, a tier below it. What is evicted or stored above goes to
-// the tier, and what only the tier has comes up when it is requested.
+// A Setup is a cache and, if there is one, a tier below it. What only the tier has comes up when it
+// is requested.
 type Setup struct {
 	Policy   string
 	Seed     uint64
-	Capacity int // chunks
-	Tier     int // chunks; 0: there is none
-	// OnEviction has the tier take chunks when they are evicted above, not when they are stored.
-	OnEviction bool
+	Capacity int       // chunks
+	Tier     int       // chunks; 0: there is none
+	Admit    Admission // what the tier takes; "" is what is stored
 }
 
 // Run replays a trace. A request first hits the longest held prefix of its blocks, then stores the
@@ -55,15 +57,16 @@ func Run(ctx context.Context, t *Trace, how Setup, progress func(requests int)) 
 	}
 	res.Policy = cache.policy.Name()
 	var tier *Cache
+	now := 0
 	if how.Tier > 0 {
 		if tier, err = how.cache(how.Tier, t.PagesPerChunk); err != nil {
 			return Result{}, err
 		}
-		if how.OnEviction {
-			cache.onEvict = func(first int, prev uint64, keys []uint64) {
-				tier.Do(&Walk{First: first, Prev: prev, Keys: keys, From: len(keys),
-					Insert: len(keys)})
-			}
+		res.Admit = cmp.Or(how.Admit, admitStored)
+		cache.below = newBelow(cache, tier, res.Admit, how.Seed)
+		if res.Admit == Oracle {
+			last := t.lastRequests()
+			cache.below.again = func(page uint64) bool { return last[page] > now }
 		}
 	}
 	told := 0
@@ -79,12 +82,13 @@ func Run(ctx context.Context, t *Trace, how Setup, progress func(requests int)) 
 			}
 		}
 		t.walk(i, &w)
+		now = i
 		asked, hits := len(w.Keys)-w.From, 0
 		if tier == nil {
 			_, hits = cache.Do(&w)
 		} else {
 			var below int
-			hits, below = both(cache, tier, w, how.OnEviction)
+			hits, below = both(cache, tier, w)
 			res.TierHits += below
 		}
 		res.Hits += min(hits, asked)
@@ -93,6 +97,9 @@ func Run(ctx context.Context, t *Trace, how Setup, progress func(requests int)) 
 		progress(t.Requests() - told)
 	}
 	res.Evicted = cache.Evicted()
+	if tier != nil {
+		res.TierWrites = tier.stored
+	}
 	return res, nil
 }
 
@@ -104,9 +111,22 @@ func (s Setup) cache(slots, ppc int) (*Cache, error) {
 	return NewCache(order, slots, ppc)
 }
 
+// lastRequests returns the number of the last request that looks each page up, by its key.
+func (t *Trace) lastRequests() map[uint64]int {
+	last := make(map[uint64]int, len(t.parent))
+	for i := range t.requests {
+		if !t.requests[i].stored {
+			for _, b := range t.request(i) {
+				last[key(b)] = i
+			}
+		}
+	}
+	return last
+}
+
 // both does a request in a cache with a tier below, and returns how many pages hit, and how many of
 // them only the tier had.
-func both(cache, tier *Cache, w Walk, onEviction bool) (hits, below int) {
+func both(cache, tier *Cache, w Walk) (hits, below int) {
 	looked := w.Keys[w.From:]
 	held := cache.Held(looked)
 	if len(looked) > held {
@@ -114,13 +134,12 @@ func both(cache, tier *Cache, w Walk, onEviction bool) (hits, below int) {
 	}
 	// What the tier has comes up, and is used there.
 	w.Insert = max(w.Insert, w.From+held+below)
-	if !onEviction {
-		lower := w
-		lower.From = w.From + held
-		tier.Do(&lower)
-	} else if below > 0 {
+	if below > 0 {
 		tier.Do(&Walk{First: w.First, Prev: w.Prev, Keys: w.Keys[:w.From+held+below],
 			From: w.From + held})
+	}
+	if cache.below.promoted = 0; below > 0 {
+		cache.below.promoted = w.First + w.From + held + below
 	}
 	cache.Do(&w)
 	return held + below, below

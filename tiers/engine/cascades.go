@@ -8,6 +8,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/tenant"
+	"lookaside/tiers/worth"
 )
 
 // MaxTiers bounds the tiers below the arena.
@@ -21,6 +22,7 @@ const (
 	AdmitReused                  // at its first use after that
 	// when it will soon be evicted: written ahead, so that evicting it loses nothing
 	AdmitEvicted
+	AdmitLearned // as AdmitEvicted, if it is worth that: see package worth
 	AdmitNever
 )
 
@@ -28,7 +30,7 @@ func (a Admission) String() string {
 	if a > AdmitNever {
 		return fmt.Sprintf("Admission(%d)", a)
 	}
-	return [...]string{"stored", "reused", "evicted", "never"}[a]
+	return [...]string{"stored", "reused", "evicted", "learned", "never"}[a]
 }
 
 // TierAdmission is what the engine knows of one tier.
@@ -37,6 +39,8 @@ type TierAdmission struct {
 	// Queue bounds the chunks that wait to be written to the tier. What comes when it is full is
 	// shed. Default 4,096.
 	Queue int
+	// RoomBytes is how much the tier has room for; 0 is unknown. Only AdmitLearned needs it.
+	RoomBytes int64
 	// Self marks the arena as its own lowest tier. To store a chunk there means to write its entry;
 	// its bytes do not move. A partly filled chunk is queued at once. A promoted chunk is queued
 	// whatever tier it comes from. A restored chunk is held. The arena admits what is stored, and
@@ -47,9 +51,9 @@ type TierAdmission struct {
 const (
 	defaultQueue        = 4096
 	defaultPartialDelay = time.Second
-	// defaultLowWater gives a tier time to write what is evicted next. A larger part would also
+	// DefaultLowWater is Config.LowWater if that is 0. It gives a tier time to write what is evicted next. A larger part would also
 	// write chunks that are used again before their turn.
-	defaultLowWater = 1.0 / 8
+	DefaultLowWater = 1.0 / 8
 )
 
 // validateTiers checks the tiers, and replaces them by a copy with defaults.
@@ -98,6 +102,9 @@ type route struct {
 	whole uint8 // that it is queued for
 	part  uint8 // that it is queued for as a partly filled chunk
 	busy  uint8 // that it is being written to
+	// declined are those that it is not worth writing to. It is judged again after its next use.
+	declined uint8
+	traits   traits
 	// Of a cold slot that is not in use: its neighbours among the class's, by ref.
 	next, prev uint32
 }
@@ -108,8 +115,11 @@ type cascades struct {
 	stored  uint8 // tiers that admit what is stored
 	self    uint8 // those of them that are the arena itself
 	reused  uint8
-	evicted uint8
-	owner   owner // of the leases on what is being written
+	evicted uint8          // tiers that admit what is evicted, or what is learned
+	learned uint8          // those of them that admit what is learned
+	owner   owner          // of the leases on what is being written
+	learner *worth.Learner // nil if no tier needs one
+	room    int64          // bytes, of the largest tier that admits what is learned; 0: unknown
 }
 
 // cascadeQueue is what waits to be written to one tier: whole chunks in their order, and partly
@@ -120,6 +130,7 @@ type cascadeQueue struct {
 	limit       int
 	queued      int // that are not void
 	shed        uint64
+	declined    uint64
 	awake       bool // Wake was called, and NextCascades has not come to the end since
 }
 
@@ -149,6 +160,9 @@ func (e *Engine) setUpCascades() {
 			e.cascades.reused |= bit
 		case AdmitEvicted:
 			e.cascades.evicted |= bit
+		case AdmitLearned:
+			e.cascades.evicted |= bit
+			e.learnFor(bit, t.RoomBytes)
 		}
 	}
 }
@@ -261,7 +275,7 @@ func (e *Engine) unqueue(ref uint32, evicted bool) (shed uint8) {
 		e.cascades.queues[bits.TrailingZeros8(left)].queued--
 	}
 	if evicted {
-		lost |= e.cascades.evicted &^ t.held
+		lost |= e.cascades.evicted &^ t.held &^ t.declined
 		for left := lost; left != 0; left &= left - 1 {
 			e.cascades.queues[bits.TrailingZeros8(left)].shed++
 		}
@@ -269,7 +283,7 @@ func (e *Engine) unqueue(ref uint32, evicted bool) (shed uint8) {
 	if t.held == 0 {
 		shed = lost &^ e.cascades.self
 	}
-	t.held, t.whole, t.part = 0, 0, 0
+	t.held, t.whole, t.part, t.declined, t.traits = 0, 0, 0, 0, traits{}
 	return shed
 }
 
@@ -462,6 +476,16 @@ func (e *Engine) CascadeQueue(tier int) (queued int, shed uint64) {
 	return q.queued, q.shed
 }
 
+// Declined returns how many chunks were not worth writing to a tier that admits what is learned.
+func (e *Engine) Declined(tier int) uint64 {
+	e.mu.Lock()
+	defer e.unlock()
+	if tier < 0 || tier >= len(e.cfg.Tiers) {
+		return 0
+	}
+	return e.cascades.queues[tier].declined
+}
+
 // duePartials wakes the tiers for which a partly filled chunk has waited long enough.
 func (e *Engine) duePartials(now int64) {
 	for i := range e.cfg.Tiers {
@@ -502,10 +526,11 @@ func (e *Engine) chill(bit uint8) uint32 {
 		ref, _ := e.nextVictim(c, chillOrder)
 		e.hold(ref)
 		r, _ := e.slot(ref)
+		e.judge(r, ref)
 		e.freeze(r, ref)
 		t := e.route(ref)
-		e.admit(ref, e.cascades.evicted&^bit)
-		if t.held&bit == 0 {
+		e.admit(ref, e.cascades.evicted&^t.declined&^bit)
+		if (t.held|t.declined)&bit == 0 {
 			if t.part&bit != 0 {
 				// The slot was a victim before and waits as a partly filled chunk. Its old entry
 				// goes: it would become valid again when the slot is queued next.
@@ -602,6 +627,7 @@ func (e *Engine) warm(r *region, ref uint32) {
 	_, s := e.slot(ref)
 	s.flags &^= cold
 	e.countCold(r, ref, -1)
+	e.route(ref).declined = 0
 	if e.orphan(ref) {
 		return
 	}

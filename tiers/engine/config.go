@@ -151,7 +151,7 @@ func (c *Config) setDefaults() {
 	setShare(&c.OwnerShare, 0.5)
 	setShare(&c.JointShare, 1)
 	setShare(&c.PromotingShare, defaultPromotingShare)
-	setShare(&c.LowWater, defaultLowWater)
+	setShare(&c.LowWater, DefaultLowWater)
 	setShare(&c.HintShare, defaultHintShare)
 	if c.HintLimit == 0 {
 		c.HintLimit = time.Hour

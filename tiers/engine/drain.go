@@ -86,7 +86,7 @@ func (e *Engine) eachIdle(id uint32, r *region, retired bool, f func(ref uint32)
 		case i >= r.fresh:
 			return nil
 		}
-		if s := &r.slots[i]; s.state == ready && !s.doomed() && s.idle() && r.kin[i].child == 0 {
+		if s := &r.slots[i]; s.state == ready && !s.doomed() && s.idle() && s.children == 0 {
 			f(r.num<<recordBits | uint32(i))
 		}
 		if i%clearSlice == clearSlice-1 && !e.pause() {

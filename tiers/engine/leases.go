@@ -391,6 +391,9 @@ func (e *Engine) used(c *class, slots []uint32) {
 			e.raise(ref)
 		}
 	}
+	if e.cascades.learner != nil {
+		e.countUses(slots)
+	}
 	for _, ref := range slots {
 		r, s := e.slot(ref)
 		gone = gone || s.state != ready || s.doomed() || r.foreign

@@ -267,7 +267,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	w.startMirror(&cfg)
 	w.startTenants(&cfg)
 	for range w.rng.IntN(4) {
-		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)),
+		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(5)),
 			Queue: []int{1, 3, 0}[w.rng.IntN(3)]})
 	}
 	if len(cfg.Tiers) < modelTiers && w.chance(2) {
@@ -281,6 +281,9 @@ func newWorld(t *testing.T, seed uint64) *world {
 	}
 	w.start(cfg)
 	e := w.e
+	if e.cascades.learner != nil && w.chance(2) {
+		declineEnds(e.cascades.learner)
+	}
 	if w.chance(2) {
 		e.leases.endSlice = 1 + w.rng.IntN(3)
 	}
@@ -1077,7 +1080,7 @@ func FuzzEngine(f *testing.F) {
 		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4,
 			MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096,
 			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused},
-				{Admit: AdmitEvicted}}, LowWater: 0.5, ForeignSlots: 3, CopyAfter: 1, Keep: true})
+				{Admit: AdmitEvicted}, {Admit: AdmitLearned}}, LowWater: 0.5, ForeignSlots: 3, CopyAfter: 1, Keep: true})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -234,7 +234,7 @@ func (e *Engine) relocate(from, to uint32) {
 	}
 	if t := e.route(from); t != nil {
 		queued := t.whole | t.part
-		e.route(to).held = t.held
+		e.route(to).held, e.route(to).traits = t.held, t.traits
 		e.unqueue(from, false)
 		e.admit(to, queued)
 	}

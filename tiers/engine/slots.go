@@ -195,8 +195,11 @@ func (e *Engine) register(ref uint32) {
 	if int(s.pages) == r.ppc {
 		pos = r.ppc - 1
 	}
-	r.class.policy.Enter(ref, sp.key(r.digest(ref&recordMask, pos)), e.heldParent(ref),
-		groupOf(e.orderOf(r, ref), 0))
+	key, parent := sp.key(r.digest(ref&recordMask, pos)), e.heldParent(ref)
+	r.class.policy.Enter(ref, key, parent, groupOf(e.orderOf(r, ref), 0))
+	if e.cascades.learner != nil && !r.foreign {
+		e.appraise(ref, key, parent)
+	}
 	s.stamp, r.lastUse = e.tick, e.tick
 	r.born[ref&recordMask] = e.residence.now
 }

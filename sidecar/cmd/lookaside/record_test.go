@@ -199,7 +199,7 @@ func TestRecordAndSimulate(t *testing.T) {
 	c.fails([]string{"record", file, "--size=0"}, "--size 0: want a size")
 	c.fails([]string{"record", filepath.Join(t.TempDir(), "no", "file")}, "no such file")
 	c.fails([]string{"simulate", file, "--memory=none"}, "--memory none: want a size")
-	c.fails([]string{"simulate", file, "--admit=all"}, "want stored or evicted")
+	c.fails([]string{"simulate", file, "--admit=some"}, "--admit some: want one of stored, evicted, learned")
 	nowhere := commander{t, t.TempDir()}
 	gone := filepath.Join(t.TempDir(), "file")
 	nowhere.fails([]string{"record", gone}, "no sidecar runs")

@@ -40,14 +40,17 @@ A recording, as lookaside record makes it; the files of one that has several are
 arena (--memory; by default a quarter of what it was to eight times that), and a column for each
 size of a tier below it (--tier; by default none, four and sixteen times the arena). What the tier
 is, a disk or another, does not matter: the table says what would be held, not how fast it comes.
-The tier takes what is stored, or with --admit evicted what leaves the arena, and what only it has
-comes up to the arena when it is asked for. What the sidecar found while it was recorded stands
+The tier takes what --admit says, and what only it has comes up to the arena when it is asked for.
+With several, a table compares what the tier hits and what is written to it. second-sight and oracle
+are no settings: the one writes what was asked for before, with a memory that has no end, the other
+what will be asked for again. What the sidecar found while it was recorded stands
 above the table: compare it with the row of its size.
 
 Or a trace of JSON objects, one a line, each with hash_ids: a list of whole numbers, one for each
 block of the request's prompt, where equal beginnings of lists are equal prefixes. This is the form
 in which Mooncake publishes traces; other fields are ignored. Sizes are in those blocks (--capacity,
-with k and m for thousands and millions), and the table compares policies.
+with k and m for thousands and millions; so are those of --tier), and the table compares policies.
+With tiers it compares what --admit names.
 
 The ratio is that of blocks that hit to all blocks that are looked up: a block hits if it and all
 before it in its request are held. Requests are replayed one after another, and shares of sessions
@@ -56,7 +59,9 @@ and tenants, hints and pins do not count.`,
   lookaside simulate requests.lkt
   lookaside simulate requests.lkt --memory 32G,64G,128G --tier 0,500G,2T
   lookaside simulate requests.lkt --policy lru,adaptive
-  lookaside simulate trace.jsonl --capacity 1k,10k,100k --format json`,
+  lookaside simulate requests.lkt --tier 500G --admit stored,evicted,learned
+  lookaside simulate trace.jsonl --capacity 1k,10k,100k --format json
+  lookaside simulate trace.jsonl --capacity 2k --tier 4k,10k,40k --admit all`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: o.run,
 	}
@@ -64,9 +69,9 @@ and tenants, hints and pins do not count.`,
 	f.StringSliceVar(&o.memory, "memory", nil,
 		"of a recording: sizes of the arena, such as 32G (default: 1/4 to 8 times the recorded one)")
 	f.StringSliceVar(&o.tiers, "tier", nil,
-		"of a recording: sizes of a tier below, 0 for none (default: 0, 4 and 16 times the arena)")
-	f.StringVar(&o.admit, "admit", "stored",
-		"what the tier takes: what is stored, or what is evicted above it")
+		"sizes of a tier below, 0 for none (default of a recording: 0, 4 and 16 times the arena)")
+	f.StringSliceVar(&o.admits, "admit", []string{"stored"},
+		"what the tier takes: "+strings.Join(admitNames(), ", ")+", or all")
 	f.StringSliceVar(&o.capacities, "capacity", []string{"500", "1k", "2k", "5k", "10k", "20k",
 		"30k", "50k"}, "of other traces: capacities in blocks")
 	f.StringSliceVar(&o.policies, "policy", nil, "policies: "+strings.Join(policy.Names(),
@@ -79,7 +84,8 @@ and tenants, hints and pins do not count.`,
 // simulation is the flags of the command.
 type simulation struct {
 	memory, tiers, capacities, policies []string
-	admit, format                       string
+	admits                              []string
+	format                              string
 	seed                                uint64
 }
 
@@ -88,8 +94,9 @@ func (o *simulation) run(cmd *cobra.Command, args []string) error {
 	if o.format != "table" && o.format != "json" {
 		return fmt.Errorf("--format %s: want table or json", o.format)
 	}
-	if o.admit != "stored" && o.admit != "evicted" {
-		return fmt.Errorf("--admit %s: want stored or evicted", o.admit)
+	admits, err := o.admissions()
+	if err != nil {
+		return err
 	}
 	for _, name := range o.policies {
 		if _, err := policy.New(name, policy.Options{}); name != "all" && (err != nil ||
@@ -112,15 +119,12 @@ func (o *simulation) run(cmd *cobra.Command, args []string) error {
 	if err != nil {
 		return err
 	}
-	tiers, err := parseSizes("--tier", o.tiers, 0)
-	if err != nil {
-		return err
-	}
 	traces, err := readTraces(args, cmd.InOrStdin())
 	if err != nil {
 		return err
 	}
-	blocks := simulate.Plan{Policies: o.named(policy.Names()), Seed: o.seed, Capacities: capacities}
+	blocks := simulate.Plan{Policies: o.named(policy.Names()), Seed: o.seed, Capacities: capacities,
+		Admits: admits}
 	var plans []simulate.Plan
 	for _, t := range traces {
 		r := t.Recorded()
@@ -128,8 +132,12 @@ func (o *simulation) run(cmd *cobra.Command, args []string) error {
 			blocks.Traces = append(blocks.Traces, t)
 			continue
 		}
+		tiers, err := parseSizes("--tier", o.tiers, 0)
+		if err != nil {
+			return err
+		}
 		plan := simulate.Plan{Traces: []*simulate.Trace{t}, Seed: o.seed,
-			Policies: o.named([]string{policy.Default}), OnEviction: o.admit == "evicted",
+			Policies: o.named([]string{policy.Default}), Admits: admits,
 			Capacities: t.Slots(memory), Tiers: t.Slots(tiers)}
 		if len(memory) == 0 {
 			a := r.ArenaBytes
@@ -141,8 +149,21 @@ func (o *simulation) run(cmd *cobra.Command, args []string) error {
 		plans = append(plans, plan)
 	}
 	if len(blocks.Traces) > 0 {
-		if len(o.memory)+len(o.tiers) > 0 {
-			return fmt.Errorf("%s is no recording, so its blocks have no size: use --capacity instead of --memory and --tier", blocks.Traces[0].Name)
+		if len(o.memory) > 0 {
+			return fmt.Errorf("%s is no recording, so its blocks have no size: use --capacity instead of --memory", blocks.Traces[0].Name)
+		}
+		for _, text := range o.tiers {
+			n, err := 0, error(nil)
+			if text != "0" {
+				n, err = parseBlocks(text)
+			}
+			if err != nil {
+				return fmt.Errorf("--tier: %w", err)
+			}
+			blocks.Tiers = append(blocks.Tiers, n)
+		}
+		if len(o.tiers) > 0 && len(o.policies) == 0 {
+			blocks.Policies = []string{policy.Default}
 		}
 		plans = append(plans, blocks)
 	}
@@ -158,11 +179,16 @@ func (o *simulation) run(cmd *cobra.Command, args []string) error {
 		switch out := cmd.OutOrStdout(); {
 		case o.format == "json":
 			report.Add(plan, results)
-		case plan.Traces[0].Recorded() != nil:
+		case plan.Traces[0].Recorded() != nil && len(plan.Admits) == 1:
 			if i > 0 {
 				fmt.Fprintln(out)
 			}
 			err = recordingTable(out, plan, results)
+		case len(plan.Tiers) > 0:
+			if i > 0 {
+				fmt.Fprintln(out)
+			}
+			err = admitTable(out, plan, results)
 		default:
 			if i > 0 {
 				fmt.Fprintln(out)
@@ -188,6 +214,29 @@ func (o *simulation) named(otherwise []string) []string {
 		return policy.Names()
 	}
 	return o.policies
+}
+
+// admitNames returns the names of all admissions.
+func admitNames() (names []string) {
+	for _, a := range simulate.Admissions() {
+		names = append(names, string(a))
+	}
+	return names
+}
+
+// admissions returns the admissions that the flag names.
+func (o *simulation) admissions() (list []simulate.Admission, err error) {
+	if slices.Contains(o.admits, "all") {
+		return simulate.Admissions(), nil
+	}
+	for _, name := range o.admits {
+		a, err := simulate.ParseAdmission(name)
+		if err != nil {
+			return nil, fmt.Errorf("--admit %s: %w, or all", name, err)
+		}
+		list = append(list, a)
+	}
+	return list, nil
 }
 
 // parseSizes parses sizes in bytes of at least least.
@@ -373,6 +422,60 @@ func progressTo(w io.Writer, every time.Duration) func(done float64) {
 			fmt.Fprintf(w, "simulated %.0f %%, some %s left\n", 100*done, left.Round(time.Second))
 		}
 	}
+}
+
+// admitTable prints for each trace and policy what a tier hits and what is written to it, by what it
+// takes. The first admission is what the others are compared with.
+func admitTable(w io.Writer, plan simulate.Plan, results []simulate.Result) error {
+	n, m := len(plan.Capacities), len(plan.Capacities)*len(plan.Tiers)
+	for i, t := range plan.Traces {
+		asked, distinct := t.Blocks()
+		size := simulate.FormatBlocks
+		if t.Recorded() != nil {
+			size = func(slots int) string { return bytesize.Format(int64(slots) * t.ChunkBytes()) }
+		}
+		if i > 0 {
+			fmt.Fprintln(w)
+		}
+		fmt.Fprintf(w, "%s: %d requests, %d blocks, %d of them distinct; a cache that never evicts hits %.1f %% of them\n",
+			t.Name, t.Requests(), asked, distinct, 100*t.Ceiling())
+		for k, name := range plan.Policies {
+			of := results[(i*len(plan.Policies)+k)*m*len(plan.Admits):]
+			fmt.Fprintf(w, "\n%s; tier hits and writes against %s in brackets\n", name, plan.Admits[0])
+			table := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
+			fmt.Fprintln(table, "arena\ttier\tadmit\thits\tof the tier\t\twritten\t\t")
+			for c := range plan.Capacities {
+				for j, tier := range plan.Tiers {
+					first := &of[j*n+c]
+					for a := range plan.Admits {
+						r := &of[a*m+j*n+c]
+						if tier == 0 {
+							fmt.Fprintf(table, "%s\tnone\t\t%.1f %%\t\t\t\t\t\n", size(r.Capacity),
+								100*r.Ratio())
+							break
+						}
+						fmt.Fprintf(table, "%s\t%s\t%s\t%.1f %%\t%.1f %%\t(%s)\t%d\t(%s)\t\n",
+							size(r.Capacity), size(tier), r.Admit, 100*r.Ratio(),
+							100*float64(r.TierHits)/float64(max(r.Blocks, 1)),
+							against(r.TierHits, first.TierHits), r.TierWrites,
+							against(r.TierWrites, first.TierWrites))
+					}
+				}
+			}
+			if err := table.Flush(); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// against formats a number as a part of another.
+func against(n, of int) string {
+	if of == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.2f", float64(n)/float64(of))
 }
 
 // simulateTable prints a table for each trace and marks the best ratio of each capacity.
