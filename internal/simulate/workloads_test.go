@@ -111,6 +111,40 @@ func (w *workload) agents(requests, kinds, active int) {
 	}
 }
 
+// swe is runs on software: each begins with one of a few long system prompts and with a repository
+// that some runs share, and sends all of its growing context again with each step. Some steps are
+// sampled several times. A run may be given up at any step.
+func (w *workload) swe(requests, repositories, active int) {
+	prompts := [][]uint64{w.fresh(nil, 12), w.fresh(nil, 20), w.fresh(nil, 30)}
+	repos := make([][]uint64, repositories)
+	for i := range repos {
+		repos[i] = w.fresh(prompts[w.IntN(len(prompts))], w.length(20, 0.6))
+	}
+	z := w.zipf(repositories, 1.2)
+	type run struct {
+		blocks []uint64
+		left   int
+	}
+	begin := func() run {
+		return run{w.fresh(repos[z.Uint64()], w.length(6, 0.5)), w.length(25, 0.8)}
+	}
+	open := make([]run, active)
+	for i := range open {
+		open[i] = begin()
+	}
+	for range requests {
+		r := &open[w.IntN(active)]
+		w.ask(w.fresh(r.blocks, 1))
+		for w.Float64() < 0.1 {
+			w.ask(w.fresh(r.blocks, 1+w.IntN(4)))
+		}
+		r.blocks = w.fresh(r.blocks, w.length(3, 0.8))
+		if r.left--; r.left <= 0 || len(r.blocks) > 500 {
+			*r = begin()
+		}
+	}
+}
+
 // loop asks for the same prompts in the same order again and again: an evaluation, a batch job.
 func (w *workload) loop(rounds, prompts int, median float64) {
 	all := make([][]uint64, prompts)
@@ -145,6 +179,7 @@ func workloads(seed uint64, size int) []*Trace {
 		make("documents", func(w *workload) { w.documents(4*size, size/2, 1.2) }),
 		make("flat-documents", func(w *workload) { w.documents(4*size, size/4, 1.01) }),
 		make("agents", func(w *workload) { w.agents(4*size, 12, size/20) }),
+		make("swe", func(w *workload) { w.swe(2*size, max(size/40, 4), max(size/60, 3)) }),
 		make("loop", func(w *workload) { w.loop(10, size/4, 12) }),
 		make("chat+scans", func(w *workload) {
 			for range 8 {

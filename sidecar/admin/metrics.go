@@ -361,6 +361,9 @@ var collected = []struct {
 		[]string{"tier"}},
 	{"lookaside_tier_shed_chunks_total",
 		"Chunks that were not written to the tier, because its queue was full or they were evicted before their turn.", []string{"tier"}},
+	{"lookaside_tier_declined_chunks_total",
+		"Chunks that were not written to the tier, because they were not worth it (admit: learned).",
+		[]string{"tier"}},
 	{"lookaside_tier_no_room_chunks_total", "Chunks for which the tier had no room.",
 		[]string{"tier"}},
 	{"lookaside_tier_demoted_chunks_total",
@@ -674,7 +677,7 @@ func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...st
 	}{
 		{"breaker_opened", t.Opened}, {"lookups", t.Lookups}, {"lookup_pages", t.LookupPages},
 		{"hit_pages", t.HitPages}, {"shed_chunks", t.Shed},
-		{"no_room_chunks", t.NoRoom}, {"demoted_chunks", t.Demoted}, {"late", t.Late},
+		{"declined_chunks", t.Declined}, {"no_room_chunks", t.NoRoom}, {"demoted_chunks", t.Demoted}, {"late", t.Late},
 		{"missed_chunks", t.Missed}, {"corrupt_chunks", t.CorruptChunks},
 		{"evictions", t.Evictions},
 	} {

@@ -39,6 +39,7 @@ type TierStatus struct {
 	LoadQueue    int    `json:"load_queue_chunks" doc:"Chunks that wait to be loaded or are being."`
 	StoreQueue   int    `json:"store_queue_chunks" doc:"Chunks that wait to be written."`
 	Shed         uint64 `json:"shed_chunks" doc:"Chunks that were not written, because its queue was full or they were evicted before their turn."`
+	Declined     uint64 `json:"declined_chunks" doc:"Chunks that were not written, because they were not worth it (admit: learned)."`
 	NoRoom       uint64 `json:"no_room_chunks" doc:"Chunks for which it had no room."`
 	Missed       uint64 `json:"missed_chunks" doc:"Chunks that it had said it has, and did not have when they were loaded."`
 
@@ -66,7 +67,7 @@ func tierStatus(st *stack.TierStatus) TierStatus {
 		Lookups: st.Lookups, LookupPages: st.LookupPages, HitPages: st.HitPages,
 		LoadedChunks: st.Loads, LoadedBytes: st.LoadBytes, StoredChunks: st.Stores,
 		StoredBytes: st.StoreBytes, Demoted: st.Demoted,
-		LoadQueue: st.LoadQueue, StoreQueue: st.StoreQueue, Shed: st.Shed, NoRoom: st.NoRoom,
+		LoadQueue: st.LoadQueue, StoreQueue: st.StoreQueue, Shed: st.Shed, Declined: st.Declined, NoRoom: st.NoRoom,
 		Missed:         st.Missed,
 		LookupFailures: st.LookupFailures, LoadFailures: st.LoadFailures,
 		StoreFailures: st.StoreFailures, Late: st.Late, Opened: st.Opened,

@@ -75,10 +75,10 @@ tiers:
   - kind: disk
     paths: [/mnt/nvme0/kv, /mnt/nvme1/kv]
     capacity: 200G
+    admit: learned
   - kind: redis
     url: rediss://lookaside@cache.internal:6379/0
     password_file: /run/secrets/redis
-    admit: reused
     ttl: 24h
   - kind: s3
     url: s3://kv-cache/llama

@@ -125,7 +125,8 @@ var commonTierSettings = []TierSetting{
 	{
 		Key: "admit", Kinds: tierKinds, Default: "stored", Unit: choices(admissions()),
 		Meaning: "When a chunk is written to the tier: when it was stored in the arena (and when it was promoted from a tier below); " +
-			"when it is hit for the first time (reused); shortly before it would be evicted from the arena; or never: what is there is only read.",
+			"when it is hit for the first time (reused); shortly before it would be evicted from the arena (evicted), or only if it is likely to be asked for again then (learned); or never: what is there is only read. " +
+			"docs/sizing.md has what each costs.",
 		set: func(c *TierConfig, v string) error {
 			c.Admit = engine.Admission(max(slices.Index(admissions(), v), 0))
 			return nearestOf(v, admissions())

@@ -43,7 +43,7 @@ var shortForms = map[string]string{
 
 var shortExamples = map[string]string{
 	TierDAX:   "/dev/dax0.0,/dev/dax1.0:100G:hotplug=true",
-	TierDisk:  "/mnt/nvme0/kv,/mnt/nvme1/kv:200G:admit=reused",
+	TierDisk:  "/mnt/nvme0/kv,/mnt/nvme1/kv:200G:admit=learned",
 	TierRedis: "redis://cache.internal:6379/0?ttl=24h&password_file=/run/secrets/redis",
 	TierS3:    "s3://kv-cache/llama?endpoint=https://minio.internal:9000",
 }

@@ -285,7 +285,7 @@ func TestBadTiersSayWhatIsWrong(t *testing.T) {
 			[]string{"disk tier", "capacity", "lots"}},
 		{"slab above capacity", disk("slab: 2G"), nil, nil, []string{"slab", "capacity"}},
 		{"choice", disk("admit: reuse"), nil, nil, []string{"admit", `"reuse"`,
-			"stored, reused, evicted, never", `"reused"`}},
+			"stored, reused, evicted, learned, never", `"reused"`}},
 		{"policy", disk("eviction: lur"), nil, nil, []string{"eviction", `"lur"`, `"lru"`}},
 		{"direct", disk("direct: yes please"), nil, nil, []string{"direct", "auto, always, never"}},
 		{"workers", disk("workers: 0"), nil, nil, []string{"workers", `"0"`, "1 to 256"}},

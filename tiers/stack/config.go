@@ -211,7 +211,8 @@ func (t *TierConfig) validate() error {
 func Admissions(list []TierConfig) []engine.TierAdmission {
 	out := make([]engine.TierAdmission, len(list))
 	for i, t := range list {
-		out[i] = engine.TierAdmission{Admit: t.Admit, Queue: t.Queue}
+		out[i] = engine.TierAdmission{Admit: t.Admit, Queue: t.Queue,
+			RoomBytes: max(t.Tier.Stats().CapacityBytes, 0)}
 		if victims(list, i) != nil {
 			out[i].Admit = engine.AdmitNever
 		}

@@ -101,6 +101,8 @@ type TierStatus struct {
 	StoreQueue int // chunks waiting to be stored
 	// Shed counts chunks that were not stored: the queue was full, or they were evicted first.
 	Shed uint64
+	// Declined counts chunks that were not worth storing, if the tier admits what is learned.
+	Declined uint64
 
 	// LookupSeconds is the estimate for one lookup, unless the tier is local.
 	LookupSeconds  float64
@@ -139,6 +141,7 @@ func (s *Stack) Status() []TierStatus {
 			st.LastError = err.Error()
 		}
 		st.StoreQueue, st.Shed = s.engine.CascadeQueue(i)
+		st.Declined = s.engine.Declined(i)
 		latency, rate, _ := t.estimate.read()
 		st.LatencySeconds, st.BytesPerSecond = latency.Seconds(), rate
 		out = append(out, st)

@@ -29,7 +29,7 @@
 // it, and after how many judgements they came back. From the room of the tier it computes for each
 // mark what the tier would hit and what would be written if only chunks from that mark on were
 // written: the fewer are, the longer each stays. It takes the mark with the most hits less the
-// price of its writes. A write costs a quarter of the hits that a write brings on average where
+// price of its writes. A write costs 0.15 of the hits that a write brings on average where
 // hits are most.
 //
 // Everything is bounded and allocated by New: 4 MiB. All calls take constant time, but for one of
@@ -78,7 +78,7 @@ const (
 	// decay is how many judgements later a count weighs 1/e.
 	decay = 100000
 	// price is what a write costs, in hits that a write brings on average.
-	price = 0.25
+	price = 0.15
 	// enough is how many chunks must have come back before anything is declined.
 	enough = 200
 	every  = 512 // judgements between two renewals

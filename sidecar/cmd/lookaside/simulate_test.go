@@ -78,6 +78,35 @@ func TestSimulate(t *testing.T) {
 	}
 }
 
+func TestSimulateTiers(t *testing.T) {
+	t.Parallel()
+	trace := sampleTrace(t, "sample.jsonl")
+	out, err := simulated(t, "", trace, "--capacity", "10", "--tier", "0,1k", "--admit", "all")
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines := strings.Split(out, "\n")
+	fields := func(line int) string { return strings.Join(strings.Fields(lines[line]), " ") }
+	if lines[2] != "adaptive; tier hits and writes against stored in brackets" ||
+		fields(3) != "arena tier admit hits of the tier written" ||
+		!strings.HasPrefix(fields(4), "10 none 46.1 %") ||
+		!strings.HasPrefix(fields(5), "10 1k stored 46.1 % 0.0 % (-) 468 (1.00)") ||
+		!strings.HasPrefix(fields(10), "10 1k oracle 46.1 %") {
+		t.Error(out)
+	}
+	out, err = simulated(t, "", trace, "--capacity", "10", "--tier", "1k", "--admit",
+		"evicted,learned", "--format", "json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var report simulate.Report
+	if err := json.Unmarshal([]byte(out), &report); err != nil || len(report.Results) != 2 ||
+		report.Results[0].Admit != "evicted" || report.Results[1].Admit != "learned" ||
+		report.Results[1].Tier != 1000 {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
 func TestSimulateRefuses(t *testing.T) {
 	t.Parallel()
 	trace := sampleTrace(t, "sample.jsonl")
@@ -92,7 +121,11 @@ func TestSimulateRefuses(t *testing.T) {
 		`"many": want a whole number`:               {trace, "--capacity", "many"},
 		"standard input can be read once only":      {"-", "-"},
 		"standard input: line 1: no hash_ids":       {"-"},
-		"unknown flag: --capcity":                   {trace, "--capcity", "1"},
+		`--tier: "0.5": want a whole`:               {trace, "--tier", "0.5"},
+		"use --capacity instead of --memory":        {trace, "--memory", "1G"},
+		"--admit never: want one of stored, evicted, learned, reused, second-sight, oracle, or all": {
+			trace, "--admit", "never"},
+		"unknown flag: --capcity": {trace, "--capcity", "1"},
 	} {
 		if _, err := simulated(t, "{}", args...); err == nil ||
 			!strings.Contains(err.Error(), want) {
