@@ -48,9 +48,10 @@ var layers = [][]string{
 	},
 	{
 		"ipc/hosts",
-		"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes", "internal/simulate",
+		"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes",
 		"internal/bench/copypool",
 	},
+	{"internal/simulate"}, // takes the engine's decisions
 	{"internal/demand", "tiers/slab", "tiers/directory", "tiers/stack", "tiers/peer", "internal/bench/hitplot"},
 	{"tiers/daxtier", "connector", "sidecar/settings"},
 	{"sidecar/arena"},

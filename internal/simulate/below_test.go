@@ -52,13 +52,15 @@ func TestEverythingIsFoundBelow(t *testing.T) {
 				t.Errorf("%s, %s: %.4f hit of %.4f", trace.Name, admit, r.Ratio(), trace.Ceiling())
 			}
 			if r.TierWrites > distinct || admit == admitStored && r.TierWrites != distinct {
-				t.Errorf("%s, %s: %d writes of %d blocks", trace.Name, admit, r.TierWrites, distinct)
+				t.Errorf("%s, %s: %d writes of %d blocks", trace.Name, admit, r.TierWrites,
+					distinct)
 			}
 		}
 	}
 }
 
-// What is written ahead leaves in the policy's order, so the cache hits what it hits without a tier.
+// What is written ahead leaves in the policy's order, so the cache hits what it hits without a
+// tier.
 func TestColdKeepsTheOrder(t *testing.T) {
 	t.Parallel()
 	for _, trace := range workloads(5, 100) {

@@ -51,8 +51,8 @@ type TierAdmission struct {
 const (
 	defaultQueue        = 4096
 	defaultPartialDelay = time.Second
-	// DefaultLowWater is Config.LowWater if that is 0. It gives a tier time to write what is evicted next. A larger part would also
-	// write chunks that are used again before their turn.
+	// DefaultLowWater is Config.LowWater if that is 0. It gives a tier time to write what is
+	// evicted next. A larger part would also write chunks that are used again before their turn.
 	DefaultLowWater = 1.0 / 8
 )
 

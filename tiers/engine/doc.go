@@ -52,13 +52,14 @@
 //
 // Each tier below has a bounded queue of slots to be written to it. Each slot has three bits for
 // each tier: held, queued, being written. A chunk is queued when it is committed, when it is used
-// again, or ahead of its eviction, as the tier admits. Ahead of its eviction package worth may decline
-// it. A partly filled chunk is queued when it has
-// not grown for a while. A chunk that finds the queue full, or is evicted before its turn, is shed
-// and counted. A chunk that is written ahead of its eviction is cold: it leaves the policy's order,
-// is written, and is evicted before all others. Any use puts it back. What a cold chunk continues may
-// become cold while the chunk is still there, so the order of eviction stays the policy's. Cold
-// chunks without continuations are evicted first, in the order in which they became that.
+// again, or ahead of its eviction, as the tier admits. Ahead of its eviction package worth may
+// decline it. A partly filled chunk is queued when it has not grown for a while. A chunk that finds
+// the queue full, or is evicted before its turn, is shed and counted.
+//
+// A chunk that is written ahead of its eviction is cold: it leaves the policy's order, is written,
+// and is evicted before all others. Any use puts it back. What a cold chunk continues may become
+// cold while the chunk is still there, so the order of eviction stays the policy's. Cold chunks
+// without continuations are evicted first, in the order in which they became that.
 //
 // An arena on a medium that lasts is the last of its own tiers (TierAdmission.Self): a chunk that
 // was written there is found again by the next process.

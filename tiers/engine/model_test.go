@@ -1080,7 +1080,8 @@ func FuzzEngine(f *testing.F) {
 		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4,
 			MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096,
 			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused},
-				{Admit: AdmitEvicted}, {Admit: AdmitLearned}}, LowWater: 0.5, ForeignSlots: 3, CopyAfter: 1, Keep: true})
+				{Admit: AdmitEvicted}, {Admit: AdmitLearned}}, LowWater: 0.5,
+			ForeignSlots: 3, CopyAfter: 1, Keep: true})
 		if err != nil {
 			t.Fatal(err)
 		}

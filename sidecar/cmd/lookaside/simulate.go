@@ -424,8 +424,8 @@ func progressTo(w io.Writer, every time.Duration) func(done float64) {
 	}
 }
 
-// admitTable prints for each trace and policy what a tier hits and what is written to it, by what it
-// takes. The first admission is what the others are compared with.
+// admitTable prints for each trace and policy what a tier hits and what is written to it, by what
+// it takes. The first admission is what the others are compared with.
 func admitTable(w io.Writer, plan simulate.Plan, results []simulate.Result) error {
 	n, m := len(plan.Capacities), len(plan.Capacities)*len(plan.Tiers)
 	for i, t := range plan.Traces {
