@@ -85,13 +85,6 @@ func (e *Engine) divided(c *class) bool { return e.tenants.shares.On() && !c.isF
 // the policy's choice. It returns false if there is none. A slot of a region that is being emptied
 // is not handed out when it has become free.
 func (e *Engine) evictFrom(c *class, order tenant.ID) bool {
-	var strays [maxStrays]uint32 // whose continuations are cold, and just being written
-	n := 0
-	defer func() {
-		for _, ref := range strays[:n] {
-			e.offerEnd(ref)
-		}
-	}()
 	for range maxStrays {
 		ref := c.parts[order].coldFirst
 		if ref == 0 {
@@ -100,10 +93,7 @@ func (e *Engine) evictFrom(c *class, order tenant.ID) bool {
 				return false
 			}
 			if e.kin(ref).child != 0 {
-				e.hold(ref)
-				strays[n] = ref
-				n++
-				continue
+				return e.evictPast(c, order)
 			}
 		} else if e.regions[ref>>recordBits].retired {
 			e.thaw(ref)
@@ -113,6 +103,31 @@ func (e *Engine) evictFrom(c *class, order tenant.ID) bool {
 		return true
 	}
 	return false
+}
+
+// evictPast drops the policy's first choice without continuations. Those of the slots that it
+// passes are cold, and are just being written.
+func (e *Engine) evictPast(c *class, order tenant.ID) (dropped bool) {
+	var strays [maxStrays]uint32
+	n := 0
+	for n < len(strays) {
+		ref, ok := e.victim(c, order, evictionOrder)
+		if !ok {
+			break
+		}
+		if e.kin(ref).child == 0 {
+			e.expel(ref)
+			dropped = true
+			break
+		}
+		e.hold(ref)
+		strays[n] = ref
+		n++
+	}
+	for _, ref := range strays[:n] {
+		e.offerEnd(ref)
+	}
+	return dropped
 }
 
 // expel drops an idle ready slot for room.
