@@ -135,8 +135,8 @@ class WireError(ValueError):
 class VersionError(WireError):
     """A message of another protocol version. Nothing else of it was looked at."""
 
-    def __init__(self, got: int) -> None:
-        super().__init__(f"protocol version differs: want {VERSION}, got {got}")
+    def __init__(self, got: int, want: int = VERSION) -> None:
+        super().__init__(f"protocol version differs: want {want}, got {got}")
         self.got = got
 
 
