@@ -18,11 +18,12 @@ var ErrVersion = errors.New("protocol version differs")
 // VersionError reports a message of another protocol version. Nothing behind the version has been
 // looked at.
 type VersionError struct {
-	Got uint64 // the version that the peer speaks
+	Got  uint64 // the version that the peer speaks
+	Want uint64 // ours
 }
 
 func (e *VersionError) Error() string {
-	return fmt.Sprintf("protocol version differs: want %d, got %d", Version, e.Got)
+	return fmt.Sprintf("protocol version differs: want %d, got %d", e.Want, e.Got)
 }
 
 func (e *VersionError) Unwrap() error { return ErrVersion }

@@ -23,13 +23,15 @@ const (
 	lmcacheFile = "testdata/lmcache.json"
 	peersFile   = "testdata/peers.json" // which only sidecars read
 	hostsFile   = "testdata/hosts.json" // likewise
+	tierFile    = "testdata/tier_vectors.json"
 )
 
 // A vector is a golden message, or bytes that must be refused.
 type vector struct {
 	Name string `json:"name"`
 	Type string `json:"type"` // the message decoded as
-	// who receives it: "sidecar", "client", "lender", "borrower", "caller" or "answerer"
+	// who receives it: "sidecar", "client", "lender", "borrower", "caller", "answerer",
+	// "program" or "tier"
 	To      string         `json:"to"`
 	Message map[string]any `json:"message,omitempty"` // the fields; bytes in hex
 	Hex     string         `json:"hex"`
@@ -58,6 +60,12 @@ func receiver(t Type) string {
 		return "caller"
 	case TypeHostsProof:
 		return "answerer"
+	case TypeTierWelcome, TypeTierRefuse, TypeTierRegionReady, TypeTierRegionLeft, TypeTierDone,
+		TypeTierCleared, TypeTierFigures:
+		return "tier" // the sidecar's
+	case TypeTierHello, TypeTierRegion, TypeTierRegionGone, TypeTierContains, TypeTierPut,
+		TypeTierGet, TypeTierDrop, TypeTierClear, TypeTierStats, TypeTierCancel:
+		return "program"
 	}
 	if toClient[t] {
 		return "client"
@@ -251,6 +259,39 @@ func goodMessages() []named {
 		{"peer release", &PeerRelease{Load: big, Extents: []uint32{0, 1, 300}, Bad: true}},
 		{"peer release all", &PeerRelease{Load: 1}},
 		{"peer release everything", &PeerRelease{}},
+		{"tier hello", &TierHello{Version: TierVersion, Tier: "mooncake", Holds: 2}},
+		{"tier welcome", &TierWelcome{Version: TierVersion, Program: "größer 1.0", MaxItems: 4096,
+			MaxCalls: 1024}},
+		{"tier welcome of the least", &TierWelcome{Version: TierVersion, MaxItems: 1, MaxCalls: 1}},
+		{"tier refuse", &TierRefuse{Version: TierVersion, Message: "no master"}},
+		{"tier region", &TierRegion{Region: 1, Kind: "thp", SizeBytes: 1 << 30,
+			PageSize: 2 << 20}},
+		{"tier region at an offset", &TierRegion{Region: math.MaxUint32, Kind: "devdax",
+			SizeBytes: math.MaxInt64, Offset: 6 << 20, PageSize: 4096}},
+		{"tier region ready", &TierRegionReady{Region: 1}},
+		{"tier region refused", &TierRegionReady{Region: 300, Error: "cannot be registered"}},
+		{"tier region gone", &TierRegionGone{Region: 70000}},
+		{"tier region left", &TierRegionLeft{Region: 70000}},
+		{"tier contains", &TierContains{ID: 7, Keys: [][]byte{digests(1, 1), digests(1, 67),
+			digests(1, MaxTierKeyBytes)}}},
+		{"tier contains many", &TierContains{ID: big, Keys: slices.Repeat([][]byte{{1}}, 20)}},
+		{"tier put", &TierPut{ID: 8, Items: []TierItem{
+			{digests(1, 67), []TierPiece{{1 << 31, 4096, 4096}, {1, 1 << 40, 2 << 20}}},
+			{[]byte("k"), []TierPiece{{0, 0, 1}}}}}},
+		{"tier get", &TierGet{ID: 9, Items: []TierItem{{digests(1, 67), slices.Repeat(
+			[]TierPiece{{7, math.MaxInt64, math.MaxInt64}}, MaxTierPieces)}}}},
+		{"tier drop", &TierDrop{ID: 10, Keys: [][]byte{digests(1, 67)}}},
+		{"tier clear", &TierClear{ID: 11, Prefix: digests(1, 33)}},
+		{"tier clear all", &TierClear{ID: 12, Prefix: []byte{}}},
+		{"tier stats", &TierStats{ID: 13}},
+		{"tier cancel", &TierCancel{ID: 14}},
+		{"tier done", &TierDone{ID: 8, Results: []TierResult{{1, TierOK}, {0, TierMissing},
+			{300, TierNoRoom}, {4095, TierFailed}, {2, TierCancelled}}, Text: "größer"}},
+		{"tier cleared", &TierCleared{ID: 11, Keys: big}},
+		{"tier not cleared", &TierCleared{ID: 11, Error: "no"}},
+		{"tier figures", &TierFigures{ID: 13, CapacityBytes: math.MaxInt64, UsedBytes: 1 << 40,
+			Keys: big, Evictions: 5, Problem: "full", Detail: "/data"}},
+		{"tier figures of the least", &TierFigures{ID: 13}},
 		{"reach", &Reach{Version: Version, Address: "10.0.0.2:7411"}},
 		{"reach by name", &Reach{Version: Version, Address: "[fe80::1%größe]:1"}},
 		{"hosts challenge", &HostsChallenge{Version: Version, Nonce: digests(1, 32), Token: true}},
@@ -653,6 +694,66 @@ func badMessages() []vector {
 	add(TypePeerRelease, "indices out of order", "94 4c 01 92 02 01 00")
 	add(TypePeerRelease, "indices bomb", "94 4c 01 dd ffffffff")
 	add(TypePeerRelease, "bad above 1", "94 4c 01 90 02")
+	add(TypeTierHello, "another version", "94 5a 02 a174 00")
+	add(TypeTierHello, "another version, and other fields", "92 5a 02")
+	add(TypeTierHello, "more descriptors than may travel", "94 5a 01 a174 09")
+	add(TypeTierHello, "trailing bytes", "94 5a 01 a174 00 00")
+	add(TypeTierWelcome, "another version", "95 5b 02 a174 01 01")
+	add(TypeTierWelcome, "no items", "95 5b 01 a174 00 01")
+	add(TypeTierWelcome, "no calls", "95 5b 01 a174 01 00")
+	add(TypeTierWelcome, "too many items", "95 5b 01 a174 cd1001 01")
+	add(TypeTierWelcome, "too many calls", "95 5b 01 a174 01 cd0401")
+	add(TypeTierWelcome, "name bomb", "95 5b 01 dbffffffff")
+	add(TypeTierRefuse, "another version", "93 5c 02 a0")
+	add(TypeTierRefuse, "text as bytes", "93 5c 01 c400")
+	add(TypeTierRegion, "no size", "96 5d 01 a174 00 00 01")
+	add(TypeTierRegion, "no page", "96 5d 01 a174 01 00 00")
+	add(TypeTierRegion, "offset above 63 bits", "96 5d 01 a174 01 cf8000000000000000 01")
+	add(TypeTierRegionReady, "negative region", "93 5e ff a0")
+	add(TypeTierRegionReady, "one field too few", "92 5e 01")
+	add(TypeTierRegionReady, "text above the limit", "93 5e 01 da0401"+rep("61", 1025))
+	add(TypeTierRegionGone, "region above 32 bits", "92 5f cf0000000100000000")
+	add(TypeTierRegionLeft, "a negative region", "92 60 ff")
+	add(TypeTierRegionLeft, "trailing bytes", "92 60 01 00")
+	add(TypeTierContains, "no keys", "93 61 01 90")
+	add(TypeTierContains, "an empty key", "93 61 01 91 c400")
+	add(TypeTierContains, "a key above the limit", "93 61 01 91 c50100"+rep("00", 256))
+	add(TypeTierContains, "no id", "93 61 00 91 c40100")
+	add(TypeTierContains, "keys bomb", "93 61 01 ddffffffff")
+	add(TypeTierPut, "no items", "93 62 01 90")
+	add(TypeTierPut, "an item without memory", "93 62 01 91 92 c40100 90")
+	add(TypeTierPut, "a piece of no bytes", "93 62 01 91 92 c40100 91 93 00 00 00")
+	add(TypeTierPut, "a piece of two numbers", "93 62 01 91 92 c40100 91 92 00 00")
+	add(TypeTierPut, "too many pieces", "93 62 01 91 92 c40100 99"+rep("93000001", 9))
+	add(TypeTierPut, "a negative offset", "93 62 01 91 92 c40100 91 93 00 ff 01")
+	add(TypeTierGet, "an item of three", "93 63 01 91 93 c40100 91 93 00 00 01 00")
+	add(TypeTierGet, "items bomb", "93 63 01 dcffff")
+	add(TypeTierDrop, "no keys", "93 64 01 90")
+	add(TypeTierClear, "a prefix above the limit", "93 65 01 c50100"+rep("00", 256))
+	add(TypeTierStats, "no id", "92 66 00")
+	add(TypeTierCancel, "no id", "92 67 00")
+	for _, t := range []struct {
+		t    Type
+		good string
+	}{{TypeTierDone, "68 01 91 92 00 00 a0"}, {TypeTierCleared, "69 01 05 a0"},
+		{TypeTierFigures, "6a 01 00 00 00 00 a0 a0"}} {
+		n := map[Type]int{TypeTierDone: 4, TypeTierCleared: 4, TypeTierFigures: 8}[t.t]
+		add(t.t, "empty", "")
+		add(t.t, "one field too many", fmt.Sprintf("%02x", 0x90+n+1)+t.good+"00")
+		add(t.t, "one field too few", fmt.Sprintf("%02x", 0x90+n-1)+t.good[:len(t.good)-2])
+		add(t.t, "trailing bytes", fmt.Sprintf("%02x", 0x90+n)+t.good+"00")
+		add(t.t, "array bomb of 5 bytes", "dd ffffffff")
+		add(t.t, "nesting", rep("91", 1024))
+		add(t.t, "no id", fmt.Sprintf("%02x", 0x90+n)+strings.Replace(t.good, "01", "00", 1))
+		add(t.t, "a pickle", hexOf("\x80\x04\x8c\x05posix\x94R\x94."))
+	}
+	add(TypeTierDone, "no results", "94 68 01 90 a0")
+	add(TypeTierDone, "results bomb", "94 68 01 ddffffffff")
+	add(TypeTierDone, "an unknown status", "94 68 01 91 92 00 05 a0")
+	add(TypeTierDone, "a result of three", "94 68 01 91 93 00 00 00 a0")
+	add(TypeTierDone, "a negative index", "94 68 01 91 92 ff 00 a0")
+	add(TypeTierFigures, "capacity above 63 bits", "98 6a 01 cf8000000000000000 00 00 00 a0 a0")
+	add(TypeTierFigures, "not UTF-8", "98 6a 01 00 00 00 00 a1ff a0")
 	add(TypeReach, "another version", "93 50 05 a161")
 	add(TypeReach, "no address", "93 50 @@ a0")
 	add(TypeReach, "address as bytes", "93 50 @@ c40161")
@@ -694,6 +795,8 @@ func wideMessages(t *testing.T) []vector {
 		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2,
 			Touch: true, Hashes: []byte{0xaa}}, "dc0007 cc4a cd0001 c5 0020"+strings.Repeat("00",
 			32)+"cc02 d001 cd0000 c6 00000001 aa"),
+		one("tier done wide", &TierDone{ID: 1, Results: []TierResult{{0, TierMissing}}},
+			"94 68 d001 dc0001 dc0002 cc00 cd0001 d900"),
 		one("store grant wide", &StoreGrant{ID: 1, Store: 1, Grants: []Extent{{0, 1, 0, 0}}},
 			"96 0b 01 01 00 00 dc0001 dd00000004 00 cc01 00 00"),
 	}
@@ -726,6 +829,30 @@ func toJSON(t *testing.T, m any) map[string]any {
 			list := []any{}
 			for _, e := range f {
 				list = append(list, toJSON(t, e))
+			}
+			out[name] = list
+		case [][]byte:
+			list := []any{}
+			for _, e := range f {
+				list = append(list, hex.EncodeToString(e))
+			}
+			out[name] = list
+		case []TierItem:
+			list := []any{}
+			for i := range f {
+				list = append(list, toJSON(t, &f[i]))
+			}
+			out[name] = list
+		case []TierPiece:
+			list := []any{}
+			for i := range f {
+				list = append(list, toJSON(t, &f[i]))
+			}
+			out[name] = list
+		case []TierResult:
+			list := []any{}
+			for i := range f {
+				list = append(list, toJSON(t, &f[i]))
 			}
 			out[name] = list
 		case []Run:
@@ -782,6 +909,8 @@ func fileOf(to string) string {
 		return peersFile
 	case "caller", "answerer":
 		return hostsFile
+	case "program", "tier":
+		return tierFile
 	}
 	return vectorsFile
 }

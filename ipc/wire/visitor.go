@@ -69,14 +69,17 @@ func (v *visitor) check(ok bool, field, reason string) {
 // version visits the protocol version, which is written as [Version] when 0. Another version is
 // reported before anything behind it is judged, the number of fields included: it may mean
 // something else there.
-func (v *visitor) version(p *uint16) {
+func (v *visitor) version(p *uint16) { v.versionOf(p, Version) }
+
+// versionOf is version for a protocol of the given version.
+func (v *visitor) versionOf(p *uint16, want uint64) {
 	n := uint64(*p)
 	if n == 0 {
-		n = Version
+		n = want
 	}
 	v.u64("version", &n)
-	if v.reading && v.err == nil && n != Version {
-		v.err, v.pos = &VersionError{Got: n}, len(v.buf)
+	if v.reading && v.err == nil && n != want {
+		v.err, v.pos = &VersionError{Got: n, Want: want}, len(v.buf)
 	}
 	if v.reading {
 		*p = uint16(n)

@@ -18,7 +18,7 @@ import (
 
 func TestGolden(t *testing.T) {
 	var vectors []vector
-	for _, file := range []string{vectorsFile, peersFile, hostsFile} {
+	for _, file := range []string{vectorsFile, peersFile, hostsFile, tierFile} {
 		golden(t, file, allVectors(t, file))
 		b, err := os.ReadFile(file)
 		if err != nil {
@@ -246,6 +246,24 @@ func random(r *rand.Rand, typ Type) Message {
 		}
 		return b
 	}
+	keys := func() [][]byte {
+		out := make([][]byte, 1+r.IntN(40))
+		for i := range out {
+			out[i] = raw(1 + r.IntN(MaxTierKeyBytes))
+		}
+		return out
+	}
+	items := func() []TierItem {
+		out := make([]TierItem, 1+r.IntN(40))
+		for i := range out {
+			out[i] = TierItem{raw(1 + r.IntN(MaxTierKeyBytes)),
+				make([]TierPiece, 1+r.IntN(MaxTierPieces))}
+			for j := range out[i].Pieces {
+				out[i].Pieces[j] = TierPiece{u32(), u64() >> 1, 1 + u64()>>2}
+			}
+		}
+		return out
+	}
 	indices := func() []uint32 {
 		var out []uint32
 		for v := uint32(r.IntN(3)); len(out) < r.IntN(40); v += 1 + u32()>>8 {
@@ -408,6 +426,47 @@ func random(r *rand.Rand, typ Type) Message {
 		return &HostsProof{Nonce: raw(32), Token: r.IntN(2) == 0, Proof: raw(32)}
 	case TypeHostsAccept:
 		return &HostsAccept{Proof: raw(32)}
+	case TypeTierHello:
+		return &TierHello{Version: TierVersion, Tier: text(), Holds: uint8(r.IntN(9))}
+	case TypeTierWelcome:
+		return &TierWelcome{Version: TierVersion, Program: text(), MaxItems: 1 + u32()>>20,
+			MaxCalls: 1 + u32()>>22}
+	case TypeTierRefuse:
+		return &TierRefuse{Version: TierVersion, Message: text()}
+	case TypeTierRegion:
+		return &TierRegion{Region: u32(), Kind: text(), SizeBytes: 1 + u64()>>2,
+			Offset: u64() >> 1, PageSize: 1 + u64()>>2}
+	case TypeTierRegionReady:
+		return &TierRegionReady{Region: u32(), Error: text()}
+	case TypeTierRegionGone:
+		return &TierRegionGone{Region: u32()}
+	case TypeTierRegionLeft:
+		return &TierRegionLeft{Region: u32()}
+	case TypeTierContains:
+		return &TierContains{ID: id(), Keys: keys()}
+	case TypeTierPut:
+		return &TierPut{ID: id(), Items: items()}
+	case TypeTierGet:
+		return &TierGet{ID: id(), Items: items()}
+	case TypeTierDrop:
+		return &TierDrop{ID: id(), Keys: keys()}
+	case TypeTierClear:
+		return &TierClear{ID: id(), Prefix: raw(r.IntN(MaxTierKeyBytes + 1))}
+	case TypeTierStats:
+		return &TierStats{ID: id()}
+	case TypeTierCancel:
+		return &TierCancel{ID: id()}
+	case TypeTierDone:
+		m := &TierDone{ID: id(), Results: make([]TierResult, 1+r.IntN(40)), Text: text()}
+		for i := range m.Results {
+			m.Results[i] = TierResult{u32(), uint8(r.IntN(5))}
+		}
+		return m
+	case TypeTierCleared:
+		return &TierCleared{ID: id(), Keys: u64(), Error: text()}
+	case TypeTierFigures:
+		return &TierFigures{ID: id(), CapacityBytes: u64() >> 1, UsedBytes: u64() >> 1,
+			Keys: u64(), Evictions: u64(), Problem: text(), Detail: text()}
 	}
 	return nil
 }
@@ -467,6 +526,27 @@ func oracle(t *testing.T, m Message) []byte {
 			for _, e := range f {
 				must(enc.EncodeUint(uint64(e)))
 			}
+		case [][]byte:
+			must(enc.EncodeArrayLen(len(f)))
+			for _, e := range f {
+				must(enc.EncodeBytes(e))
+			}
+		case []TierItem:
+			must(enc.EncodeArrayLen(len(f)))
+			for _, e := range f {
+				must(errors.Join(enc.EncodeArrayLen(2), enc.EncodeBytes(e.Key),
+					enc.EncodeArrayLen(len(e.Pieces))))
+				for _, p := range e.Pieces {
+					must(errors.Join(enc.EncodeArrayLen(3), enc.EncodeUint(uint64(p.Region)),
+						enc.EncodeUint(p.Offset), enc.EncodeUint(p.SizeBytes)))
+				}
+			}
+		case []TierResult:
+			must(enc.EncodeArrayLen(len(f)))
+			for _, e := range f {
+				must(errors.Join(enc.EncodeArrayLen(2), enc.EncodeUint(uint64(e.Index)),
+					enc.EncodeUint(uint64(e.Status))))
+			}
 		case []byte:
 			must(enc.EncodeBytes(f))
 		case Label:
@@ -515,6 +595,7 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 		TypePrepareStore, TypeStoreGrant, TypeCommitStore,
 		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypeFetch, TypePing, TypePong,
 		TypePeerPages, TypePeerLease, TypePeerGrant, TypePeerRelease,
+		TypeTierContains, TypeTierDrop,
 	} {
 		raw := random(r, typ).Append(nil)
 		m := New(typ)
