@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -66,4 +67,18 @@ func (a *Attached) Close() error {
 	mem := a.mem
 	a.mem = nil
 	return unmap(mem)
+}
+
+// OffsetIn returns where part begins in mem, both slices of one mapping. ok is false if part is
+// empty or does not lie in mem as a whole.
+func OffsetIn(mem, part []byte) (offset int64, ok bool) {
+	if len(part) == 0 || len(part) > len(mem) {
+		return 0, false
+	}
+	base, at := uintptr(unsafe.Pointer(unsafe.SliceData(mem))),
+		uintptr(unsafe.Pointer(unsafe.SliceData(part)))
+	if at < base || at-base > uintptr(len(mem)-len(part)) {
+		return 0, false
+	}
+	return int64(at - base), true
 }

@@ -27,10 +27,14 @@ import (
 	"lookaside/internal/freeport"
 	"lookaside/internal/leak"
 	"lookaside/tiers"
+	"lookaside/tiers/elsewhere/elsewheretest"
 	"lookaside/tiers/tiertest"
 )
 
-func TestMain(m *testing.M) { leak.Main(m) }
+func TestMain(m *testing.M) {
+	elsewheretest.Main()
+	leak.Main(m)
+}
 
 // unhurried is for what the servers of this machine do at once, however slow it is. It is less than
 // the time after which the tier suite gives a call up for hung.

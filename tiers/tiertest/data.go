@@ -104,8 +104,21 @@ type memory struct {
 	all, bytes []byte
 }
 
-func newMemory(n, shift int) memory {
-	room := bytes.Repeat([]byte{poison}, 2*pageSize+n+2*guard+shift)
+// MemorySource is an optional interface of a tier under test: where the memory of its transfers comes
+// from. The default is Go's heap.
+type MemorySource interface {
+	// Memory returns size bytes, which nobody else uses until the test has made many more calls.
+	Memory(size int) []byte
+}
+
+func newMemory(tier tiers.Tier, n, shift int) memory {
+	var room []byte
+	if m, ok := tier.(MemorySource); ok {
+		room = m.Memory(2*pageSize + n + 2*guard + shift)
+	} else {
+		room = make([]byte, 2*pageSize+n+2*guard+shift)
+	}
+	memory{all: room}.repoison()
 	at := guard + (-(int(reflect.ValueOf(room).Pointer()) + guard))&(pageSize-1) + shift
 	return memory{all: room, bytes: room[at : at+n : at+n]}
 }

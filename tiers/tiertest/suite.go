@@ -149,7 +149,7 @@ func transfers(ctx context.Context, t *testing.T, tier tiers.Tier, op Op, shift 
 	mems := make([]memory, len(runs))
 	ts := make([]tiers.Transfer, len(runs))
 	for i, r := range runs {
-		mems[i] = newMemory(int(int64(r.Pages())*r.Space.Geometry.PageBytes), shift)
+		mems[i] = newMemory(tier, int(int64(r.Pages())*r.Space.Geometry.PageBytes), shift)
 		ts[i] = tiers.Transfer{Run: r, Bytes: mems[i].bytes}
 		if op == Store {
 			FillRun(ts[i].Bytes, r)
@@ -634,7 +634,7 @@ func testCancelled(t *testing.T, f Factory) {
 		var all []memory
 		var ts []tiers.Transfer
 		for _, r := range chunks(run) {
-			m := newMemory(ppc*int(space.Geometry.PageBytes), 0)
+			m := newMemory(tier, ppc*int(space.Geometry.PageBytes), 0)
 			all, ts = append(all, m), append(ts, tiers.Transfer{Run: r, Bytes: m.bytes})
 		}
 		within(t, "Load", func() {
