@@ -363,12 +363,12 @@ func (c *conn) onDone(m *wire.TierDone) error {
 	}
 	for _, r := range m.Results {
 		if int(r.Index) >= o.items || o.seen[r.Index] {
-			return protocolError("result %d of a call of %d items", r.Index, o.items)
+			return protocolError("result %d of a call of %d items, or twice", r.Index, o.items)
 		}
 		o.seen[r.Index] = true
-		o.open--
-		o.results = append(o.results, r)
 	}
+	o.open -= len(m.Results) // only now: none of a message that breaks the protocol counts
+	o.results = append(o.results, m.Results...)
 	if m.Text != "" {
 		o.text = m.Text
 	}

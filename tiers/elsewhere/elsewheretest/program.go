@@ -194,6 +194,7 @@ func serve(c *Config, sock int) error {
 	s := &server{Config: c, sock: sock, regions: map[uint32]*dax.Attached{},
 		cancels: map[uint64]chan struct{}{}}
 	defer s.close()
+	_ = unix.SetsockoptInt(sock, unix.SOL_SOCKET, unix.SO_SNDBUF, wire.SocketBufferBytes)
 	buf, oob := make([]byte, wire.MaxPacketBytes+1), make([]byte, unix.CmsgSpace(64))
 	for {
 		n, oobn, _, _, err := unix.Recvmsg(sock, buf, oob, unix.MSG_CMSG_CLOEXEC)
