@@ -137,7 +137,7 @@ func TestWrongDiskSettingsAreErrors(t *testing.T) {
 		file + "/kv": "not a directory", locked: "locked by process"} {
 		c := settings.Defaults()
 		withDisk(t, dir, "")(&c)
-		open, err := openTiers(c, nil, nil, zap.NewNop())
+		open, err := openTiers(c, nil, nil, nil, zap.NewNop())
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want %q", dir, err, want)
 		}
@@ -147,7 +147,7 @@ func TestWrongDiskSettingsAreErrors(t *testing.T) {
 	}
 	c := settings.Defaults()
 	withTiers(t, "--disk="+filepath.Join(t.TempDir(), "kv")+":1000T")(&c)
-	if _, err := openTiers(c, nil, nil, zap.NewNop()); err == nil ||
+	if _, err := openTiers(c, nil, nil, nil, zap.NewNop()); err == nil ||
 		!strings.Contains(err.Error(), "capacity") {
 		t.Errorf("more than there is: %v", err)
 	}
@@ -169,7 +169,7 @@ func TestClearedWhileADiskIsMissing(t *testing.T) {
 		brokenDir(t, dir)
 		c := settings.Defaults()
 		withDisk(t, dir, "")(&c)
-		open, err := openTiers(c, nil, nil, zap.NewNop())
+		open, err := openTiers(c, nil, nil, nil, zap.NewNop())
 		if err != nil {
 			t.Fatal(err)
 		}

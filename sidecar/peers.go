@@ -16,6 +16,7 @@ import (
 	"lookaside/sidecar/arena"
 	"lookaside/sidecar/settings"
 	"lookaside/tiers"
+	"lookaside/tiers/elsewhere"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/peer"
 	"lookaside/tiers/stack"
@@ -323,11 +324,14 @@ const unmapPatience = 30 * time.Second
 // find room nowhere else wait for that time. A test changes it.
 var slabPatience = 5 * time.Second
 
-// An announcer announces the regions of the arena to workers and other sidecars.
+// An announcer announces the regions of the arena to workers, to other sidecars, and to programs
+// that are tiers.
 type announcer struct {
 	*connector.Server
-	peers *peers // nil: nothing is shared
-	log   *zap.Logger
+	peers    *peers // nil: nothing is shared
+	log      *zap.Logger
+	programs []*elsewhere.Program       // that are tiers
+	memory   func(region uint32) []byte // of the arena
 }
 
 // AddRegion makes a region part of the arena and lends it.
@@ -335,8 +339,10 @@ func (a *announcer) AddRegion(id uint32, r *dax.Region) error {
 	if err := a.Server.AddRegion(id, r, mapPatience); err != nil {
 		return err
 	}
-	a.LendRegion(connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
-		PageSize: r.PageSize()})
+	region := connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
+		PageSize: r.PageSize()}
+	a.LendRegion(region)
+	a.tellPrograms(region, r.Bytes())
 	return nil
 }
 
@@ -344,10 +350,19 @@ func (a *announcer) AddRegion(id uint32, r *dax.Region) error {
 // workers, but not longer than slabPatience.
 func (a *announcer) AnnounceRegion(r connector.Region, lend bool) {
 	a.Server.AnnounceRegion(r)
+	a.tellPrograms(r, a.memory(r.ID))
 	if lend {
 		a.LendRegion(r)
 	}
 	a.AwaitRegion(r.ID, slabPatience)
+}
+
+// tellPrograms has programs that are tiers map a region. It does not wait for them.
+func (a *announcer) tellPrograms(r connector.Region, mem []byte) {
+	for _, p := range a.programs {
+		p.AddRegion(elsewhere.Region{ID: r.ID, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes,
+			SizeBytes: r.SizeBytes, PageSize: r.PageSize, Mem: mem})
+	}
 }
 
 // LendRegion lends what is in a region to other sidecars.
@@ -368,6 +383,14 @@ func (a *announcer) RetractRegion(id uint32) {
 	var others sync.WaitGroup
 	if a.peers != nil {
 		others.Go(func() { a.peers.peer.RemoveRegion(id, unmapPatience) })
+	}
+	for _, p := range a.programs {
+		others.Go(func() {
+			if err := p.RemoveRegion(id, unmapPatience); err != nil {
+				a.log.Warn("a program that is a tier keeps memory that is removed",
+					zap.Uint32("region", id), zap.Error(err))
+			}
+		})
 	}
 	a.Server.RetractRegion(id, unmapPatience)
 	others.Wait()

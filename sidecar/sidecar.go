@@ -132,7 +132,8 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger, origin Ori
 	if err = d.openServer(bell, metrics); err != nil {
 		return nil, err
 	}
-	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers")}
+	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers"),
+		programs: programsOf(d.tiers), memory: d.arena.Bytes}
 	early := d.onDAX != nil || take != nil
 	if early {
 		// What is on the devices, or was handed over, may be granted at once, so it is announced
@@ -269,7 +270,8 @@ func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
 	if d.gone, err = why.NewMemory(cfg.Lookup.Remember); err != nil {
 		return fmt.Errorf("lookup.remember: %w", err)
 	}
-	if d.tiers, err = openTiers(d.cfg, d.tenants, d.gone, d.log); err != nil {
+	if d.tiers, err = openTiers(d.cfg, d.tenants, d.gone,
+		func() (int, error) { return d.listener.Claim(d.generation) }, d.log); err != nil {
 		return err
 	}
 	d.peers = newPeers(cfg, d.log.Named("peers"))

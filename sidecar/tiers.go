@@ -26,9 +26,10 @@ import (
 	"lookaside/tiers/why"
 )
 
-// openTiers opens the tiers of the settings, nearest first. After an error none is open.
+// openTiers opens the tiers of the settings, nearest first. After an error none is open. claim
+// makes a claim on the arena for a program that is a tier.
 func openTiers(cfg settings.Config, tenants *tenant.Registry, gone *why.Memory,
-	log *zap.Logger) (open []stack.TierConfig, err error) {
+	claim func() (fd int, err error), log *zap.Logger) (open []stack.TierConfig, err error) {
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, closeTiers(open))
@@ -38,7 +39,7 @@ func openTiers(cfg settings.Config, tenants *tenant.Registry, gone *why.Memory,
 	for i := range cfg.Tiers {
 		c := &cfg.Tiers[i]
 		t, err := openTier(c, tenantry{tenants, cfg.Tenants.TierShares(), gone,
-			uint8(i + 1)}, log.Named(c.Name))
+			uint8(i + 1)}, claim, log.Named(c.Name))
 		if err != nil {
 			return open, fmt.Errorf("%s tier %q: %w", c.Kind, c.Name, err)
 		}
@@ -63,7 +64,8 @@ type tenantry struct {
 	tier     uint8
 }
 
-func openTier(c *settings.TierConfig, who tenantry, log *zap.Logger) (tiers.Tier, error) {
+func openTier(c *settings.TierConfig, who tenantry, claim func() (fd int, err error),
+	log *zap.Logger) (tiers.Tier, error) {
 	switch c.Kind {
 	case settings.TierDAX:
 		o := daxOptions(&c.DAX, log)
@@ -72,6 +74,8 @@ func openTier(c *settings.TierConfig, who tenantry, log *zap.Logger) (tiers.Tier
 		return daxTier(daxtier.Open(o))
 	case settings.TierDisk:
 		return openDisk(c, who, log)
+	case settings.TierProgram:
+		return programTier(remote.OpenProgram(programOptions(c, claim, log)))
 	case settings.TierRedis:
 		return remoteTier(remote.OpenRedis(c.Redis))
 	default:
@@ -112,6 +116,12 @@ func remoteTier(t *remote.Tier, err error) (tiers.Tier, error) {
 	return t, nil
 }
 
+// checkable is a tier that can be out of reach.
+type checkable interface {
+	tiers.Tier
+	Check(ctx context.Context) error
+}
+
 // checkPatience is how long a server may take to respond to the check.
 const checkPatience = 5 * time.Second
 
@@ -120,7 +130,7 @@ const checkPatience = 5 * time.Second
 func checkTiers(ctx context.Context, open []stack.TierConfig, log *zap.Logger) {
 	var wg sync.WaitGroup
 	for _, t := range open {
-		server, ok := t.Tier.(*remote.Tier)
+		server, ok := t.Tier.(checkable)
 		if !ok {
 			continue
 		}

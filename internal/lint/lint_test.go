@@ -43,16 +43,18 @@ var layers = [][]string{
 	{
 		"dax/memcopy",
 		"ipc", "ipc/client", "internal/unshared",
-		"tiers/policy", "tiers/why", "tiers/worth", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest", "tiers/remote",
+		"tiers/policy", "tiers/why", "tiers/worth", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest",
 		"tiers/faults",
 	},
 	{
 		"ipc/hosts",
+		"tiers/elsewhere", // programs that are tiers
+		"tiers/elsewhere/elsewheretest",
 		"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes",
 		"internal/bench/copypool",
 	},
 	{"internal/simulate"}, // takes the engine's decisions
-	{"internal/demand", "tiers/slab", "tiers/directory", "tiers/stack", "tiers/peer", "internal/bench/hitplot"},
+	{"internal/demand", "tiers/slab", "tiers/directory", "tiers/stack", "tiers/peer", "tiers/remote", "internal/bench/hitplot"},
 	{"tiers/daxtier", "connector", "sidecar/settings"},
 	{"sidecar/arena"},
 	{"sidecar/admin"},

@@ -208,6 +208,8 @@ func sidecarTiers(_ *Facts, s *Sidecar) (out []Finding) {
 			switch t.Kind {
 			case "redis", "s3":
 				fix = "see that the server can be reached from here with these credentials; it is tried again by itself"
+			case "program":
+				fix = "see what the program prints, in the sidecar's log, and that the tier's command or socket is right (docs/tiers-elsewhere.md); it is tried again by itself"
 			case "dax":
 				fix = "see that the devices are there, in devdax mode, and may be opened by the sidecar's user (docs/dax.md); it is tried again by itself"
 			}

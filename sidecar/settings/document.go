@@ -80,13 +80,15 @@ tiers:
     url: rediss://lookaside@cache.internal:6379/0
     password_file: /run/secrets/redis
     ttl: 24h
+  - kind: program
+    command: python3 -m lookaside_mooncake --master 10.0.0.2:50051
   - kind: s3
     url: s3://kv-cache/llama
     endpoint: https://minio.internal:9000
 ` + "```" + `
 
-On the command line and in the environment a tier is one word. Flags may be repeated, and are taken in their order whatever their kinds; a
-variable may hold several words, and the tiers of ` + "`" + TierEnv(TierDAX) + "` come before those of `" + TierEnv(TierDisk) + "`, `" + TierEnv(TierRedis) + "` and `" + TierEnv(TierS3) + "`" + `. If there is any such flag, the
+On the command line and in the environment a tier is one word (a program's command is one line). Flags may be repeated, and are taken in their order whatever their kinds; a
+variable may hold several words, and the tiers of ` + "`" + TierEnv(TierDAX) + "` come before those of `" + TierEnv(TierDisk) + "`, `" + TierEnv(TierProgram) + "`, `" + TierEnv(TierRedis) + "` and `" + TierEnv(TierS3) + "`" + `. If there is any such flag, the
 tiers of the environment and of the file are not used; if there is any such variable, those of the file are not.
 
 | kind | flag | variable | form | for example |
@@ -115,6 +117,7 @@ tiers of the environment and of the file are not used; if there is any such vari
 	table(allTiersTitle, commonTierSettings)
 	table("DAX", daxSettings)
 	table("Disk", diskSettings)
+	table("Programs", programSettings)
 	table("Redis, Valkey", redisSettings)
 	table("S3", s3Settings)
 }

@@ -187,7 +187,7 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 			if err == nil && looksLikeSetting(name) {
 				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name,
 					"", append(settingNames(Setting.Env), TierEnv(TierDAX), TierEnv(TierDisk),
-						TierEnv(TierRedis), TierEnv(TierS3)))
+						TierEnv(TierProgram), TierEnv(TierRedis), TierEnv(TierS3)))
 			}
 			return "", nil
 		},

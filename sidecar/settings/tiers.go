@@ -15,14 +15,15 @@ import (
 // These are the kinds of tiers. Each is also the name of a flag and, in capitals, the end of the
 // name of an environment variable.
 const (
-	TierDAX   = "dax"
-	TierDisk  = "disk"
-	TierRedis = "redis"
-	TierS3    = "s3"
+	TierDAX     = "dax"
+	TierDisk    = "disk"
+	TierRedis   = "redis"
+	TierS3      = "s3"
+	TierProgram = "program"
 )
 
 // tierKinds lists all kinds, usually the nearest first.
-var tierKinds = []string{TierDAX, TierDisk, TierRedis, TierS3}
+var tierKinds = []string{TierDAX, TierDisk, TierProgram, TierRedis, TierS3}
 
 // localKinds are the kinds whose tiers know from memory what they hold.
 var localKinds = []string{TierDAX, TierDisk}
@@ -33,7 +34,7 @@ func (c *TierConfig) Local() bool { return slices.Contains(localKinds, c.Kind) }
 // TierConfig configures one tier below the arena. [OfTiers] has the meaning of the fields. Only the
 // part of its Kind is used.
 type TierConfig struct {
-	Kind          string // dax, disk, redis or s3
+	Kind          string // dax, disk, program, redis or s3
 	Name          string // unique
 	Admit         engine.Admission
 	Queue         int // chunks
@@ -45,6 +46,7 @@ type TierConfig struct {
 	Disk          DiskConfig
 	Redis         remote.RedisOptions // zero fields are its defaults, except those from the URL
 	S3            remote.S3Options
+	Program       ProgramConfig
 
 	source string // where it was set, for errors
 }
@@ -100,12 +102,12 @@ func choiceSetting(key string, kinds []string, def, meaning string, of []string,
 		set: choice(of, field)}
 }
 
-var tierSettings = slices.Concat(commonTierSettings, daxSettings, diskSettings, redisSettings,
-	s3Settings)
+var tierSettings = slices.Concat(commonTierSettings, daxSettings, diskSettings,
+	programSettings, redisSettings, s3Settings)
 
 var commonTierSettings = []TierSetting{
 	{
-		Key: "kind", Kinds: tierKinds, Unit: "dax, disk, redis or s3", required: true,
+		Key: "kind", Kinds: tierKinds, Unit: "dax, disk, program, redis or s3", required: true,
 		Meaning: "What the tier is.",
 		// setKind has read it already
 		set: func(*TierConfig, string) error { return nil },
@@ -139,17 +141,17 @@ var commonTierSettings = []TierSetting{
 	},
 	workersSetting([]string{TierDisk}, "4", "I/O goroutines",
 		"How many reads and writes are under way at a time."),
-	workersSetting([]string{TierRedis}, "4", "calls",
+	workersSetting([]string{TierProgram, TierRedis}, "4", "calls",
 		"How many loads, and how many stores, are under way at a time."),
 	workersSetting([]string{TierS3}, "8", "calls",
 		"How many loads, and how many stores, are under way at a time."),
 	timeoutSetting("lookup_timeout", "500ms",
 		"How long asking what it has may take. What it has not answered by then is a miss; several in a row turn the tier off for a while.",
-		[]string{TierRedis, TierS3},
+		[]string{TierProgram, TierRedis, TierS3},
 		func(c *TierConfig) *time.Duration { return &c.LookupTimeout }),
 	timeoutSetting("load_timeout", "2s",
 		"How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
-		[]string{TierDAX, TierDisk, TierRedis},
+		[]string{TierDAX, TierDisk, TierProgram, TierRedis},
 		func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
 	timeoutSetting("load_timeout", "10s",
 		"How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",

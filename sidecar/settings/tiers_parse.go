@@ -164,6 +164,8 @@ func (c *TierConfig) check() error {
 		return c.DAX.check("")
 	case TierDisk:
 		return c.Disk.check()
+	case TierProgram:
+		return c.Program.check()
 	case TierRedis:
 		return cmp.Or(checkRedis(&c.Redis), checkTLS(c.Redis.Files, c.Redis.TLS))
 	default:

@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// tierFlag is the value of --dax, --disk, --redis or --s3. All append to one list, which keeps
-// their order.
+// tierFlag is the value of --dax, --disk, --program, --redis or --s3. All append to one list, which
+// keeps their order.
 type tierFlag struct {
 	kind string
 	list *[]tierEntry
@@ -35,17 +35,19 @@ func (f tierFlag) Set(v string) error {
 
 // shortForms has the short form of each kind of tier, in one word.
 var shortForms = map[string]string{
-	TierDAX:   "DEVICE[,DEVICE…][:SIZE][:KEY=VALUE…]",
-	TierDisk:  "DIR[,DIR…]:CAPACITY[:KEY=VALUE…]",
-	TierRedis: "URL[?KEY=VALUE&…]",
-	TierS3:    "URL[?KEY=VALUE&…]",
+	TierDAX:     "DEVICE[,DEVICE…][:SIZE][:KEY=VALUE…]",
+	TierDisk:    "DIR[,DIR…]:CAPACITY[:KEY=VALUE…]",
+	TierProgram: "COMMAND|unix:SOCKET",
+	TierRedis:   "URL[?KEY=VALUE&…]",
+	TierS3:      "URL[?KEY=VALUE&…]",
 }
 
 var shortExamples = map[string]string{
-	TierDAX:   "/dev/dax0.0,/dev/dax1.0:100G:hotplug=true",
-	TierDisk:  "/mnt/nvme0/kv,/mnt/nvme1/kv:200G:admit=learned",
-	TierRedis: "redis://cache.internal:6379/0?ttl=24h&password_file=/run/secrets/redis",
-	TierS3:    "s3://kv-cache/llama?endpoint=https://minio.internal:9000",
+	TierDAX:     "/dev/dax0.0,/dev/dax1.0:100G:hotplug=true",
+	TierDisk:    "/mnt/nvme0/kv,/mnt/nvme1/kv:200G:admit=learned",
+	TierProgram: "unix:/run/my-tier.sock",
+	TierRedis:   "redis://cache.internal:6379/0?ttl=24h&password_file=/run/secrets/redis",
+	TierS3:      "s3://kv-cache/llama?endpoint=https://minio.internal:9000",
 }
 
 // addTierFlags defines a flag for each kind of tier.
@@ -72,12 +74,17 @@ func flagTiers(fs *pflag.FlagSet) []tierEntry {
 func TierEnv(kind string) string { return EnvPrefix + strings.ToUpper(kind) }
 
 // envTiers returns the tiers of the environment. Variables have no order, so it returns devices
-// first, then disks, Redis servers and buckets.
+// first, then disks, programs, Redis servers and buckets.
 func envTiers(environ []string) (out []tierEntry) {
 	for _, kind := range tierKinds {
 		for _, e := range environ {
 			if v, ok := strings.CutPrefix(e, TierEnv(kind)+"="); ok {
-				for _, word := range strings.Fields(v) {
+				words := strings.Fields(v)
+				if kind == TierProgram { // a command has blanks
+					words = slices.DeleteFunc(strings.Split(v, "\n"),
+						func(line string) bool { return strings.TrimSpace(line) == "" })
+				}
+				for _, word := range words {
 					out = append(out, shortTier(TierEnv(kind), kind, word))
 				}
 			}
@@ -119,6 +126,10 @@ func shortTier(source, kind, v string) tierEntry {
 			}
 			add(key, value)
 		}
+		return e
+	}
+	if kind == TierProgram {
+		e.keys = append(e.keys, shortProgram(v))
 		return e
 	}
 	add("url", v)

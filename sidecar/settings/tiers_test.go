@@ -263,7 +263,7 @@ func TestBadTiersSayWhatIsWrong(t *testing.T) {
 		{"another kind's key", disk("ttl: 5h"), nil, nil, []string{"disk tier", `"ttl"`,
 			"redis tiers have it"}},
 		{"no kind", list("paths: [/a]"), nil, nil, []string{"tiers[0]", "kind is missing",
-			"dax, disk, redis, s3"}},
+			"dax, disk, program, redis, s3"}},
 		{"unknown kind", list("kind: disc"), nil, nil, []string{"tiers[0]", `"disc"`, `"disk"`}},
 		{"the second one", disk("queue: 5") + "  - kind: s3\n    url: s3:/x\n", nil, nil,
 			[]string{"tiers[1]", "s3 tier", "url", "not a URL"}},
@@ -411,10 +411,11 @@ func TestErrorsKeepSecrets(t *testing.T) {
 // Every stated default of a tier must be what leaving it out gives.
 func TestStatedDefaultsOfTiersAreTrue(t *testing.T) {
 	least := map[string][][2]string{
-		TierDAX:   {{"kind", "dax"}, {"devices", "/dev/dax0.0"}},
-		TierDisk:  {{"kind", "disk"}, {"paths", "/a"}, {"capacity", "1G"}},
-		TierRedis: {{"kind", "redis"}, {"url", "redis://h"}},
-		TierS3:    {{"kind", "s3"}, {"url", "s3://kv1"}},
+		TierDAX:     {{"kind", "dax"}, {"devices", "/dev/dax0.0"}},
+		TierDisk:    {{"kind", "disk"}, {"paths", "/a"}, {"capacity", "1G"}},
+		TierProgram: {{"kind", "program"}, {"command", "a b"}},
+		TierRedis:   {{"kind", "redis"}, {"url", "redis://h"}},
+		TierS3:      {{"kind", "s3"}, {"url", "s3://kv1"}},
 	}
 	for _, kind := range tierKinds {
 		base, err := parseTier(tierEntry{keys: least[kind]})
@@ -468,7 +469,7 @@ func TestTiersAreDocumented(t *testing.T) {
 	// The example is one that works.
 	_, example, _ := strings.Cut(doc[strings.Index(doc, "## tiers"):], "```yaml\n")
 	example, _, _ = strings.Cut(example, "```")
-	if c, err := load(t, example, nil); err != nil || len(c.Tiers) != 4 {
+	if c, err := load(t, example, nil); err != nil || len(c.Tiers) != 5 {
 		t.Errorf("%v: %s", err, example)
 	}
 }

@@ -35,7 +35,7 @@ func yamlTiers(file string, v any) ([]tierEntry, error) {
 }
 
 var errNoTierList = errors.New(
-	"want a list of tiers, nearest first, each beginning with \"- kind: disk\" (or dax, redis, s3)")
+	"want a list of tiers, nearest first, each beginning with \"- kind: disk\" (or dax, program, redis, s3)")
 
 // listed says what the lists of the settings that may be lists have.
 var listed = map[string]string{"paths": "directory", "devices": "device",

@@ -23,8 +23,8 @@ const maxCallBytes = wire.MaxPacketBytes - 4096
 // itemBytes is at most what an item takes in a message: a head, its key, and its pieces.
 func (i *Item) itemBytes() int { return 8 + len(i.Key) + 25*len(i.Mem) }
 
-// begin starts a call of the Program: it returns the connection, and a context that ends with ctx or
-// with Close. The caller must call end.
+// begin starts a call of the Program. It returns the connection, and a context that ends with ctx
+// or with Close. The caller must call end.
 func (p *Program) begin(ctx context.Context, wait bool) (c *conn, both context.Context,
 	end func(), err error) {
 	if err := p.enter(); err != nil {

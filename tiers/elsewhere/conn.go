@@ -98,8 +98,8 @@ func protocolError(format string, args ...any) error {
 	return fmt.Errorf("the program breaks the protocol: "+format, args...)
 }
 
-// connect starts the program or connects to it, and does the handshake. After an error nothing of it
-// is left.
+// connect starts the program or connects to it, and does the handshake. After an error nothing of
+// it is left.
 func (p *Program) connect(ctx context.Context) (_ *conn, err error) {
 	c := &conn{p: p, claim: -1, lifeline: make(chan struct{}), ended: make(chan struct{}),
 		free: make(chan struct{}), calls: map[uint64]*call{}, regions: map[uint32]*announced{}}
@@ -536,7 +536,8 @@ func (c *conn) onLeft(id uint32) error {
 func (c *conn) find(mem []byte) (wire.TierPiece, bool) {
 	for _, p := range *c.places.Load() {
 		if at, ok := dax.OffsetIn(p.mem, mem); ok {
-			return wire.TierPiece{Region: p.id, Offset: uint64(at), SizeBytes: uint64(len(mem))}, true
+			return wire.TierPiece{Region: p.id, Offset: uint64(at),
+				SizeBytes: uint64(len(mem))}, true
 		}
 	}
 	return wire.TierPiece{}, false

@@ -10,8 +10,8 @@
 //	starting ──▶ serving ──▶ leaving ──▶ paused ──▶ starting
 //	    └──────────────────────▶ (a failure)
 //
-// starting: the process begins, and the handshake goes on. serving: calls are possible. leaving: the
-// connection has failed, and its memory may still be written to. paused: nothing is left of it;
+// starting: the process begins, and the handshake goes on. serving: calls are possible. leaving:
+// the connection has failed, and its memory may still be written to. paused: nothing is left of it;
 // after a pause, which doubles up to a limit, it is tried again. Calls fail at once in the last two
 // states.
 //

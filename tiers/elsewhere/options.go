@@ -36,7 +36,8 @@ type Options struct {
 	// LastPause, and is FirstPause again after the program has served for SteadyAfter. Defaults 100
 	// ms, 30 s and 10 s.
 	FirstPause, LastPause, SteadyAfter time.Duration
-	// EndTimeout is how long Close waits for the program to end by itself, or to leave. Default 3 s.
+	// EndTimeout is how long Close waits for the program to end by itself, or to leave. Default 3
+	// s.
 	EndTimeout time.Duration
 	// ScratchBytes bounds the scratch memory. A single item may exceed it. Default 256 MiB.
 	ScratchBytes int64

@@ -402,5 +402,6 @@ func (c *conn) stats() Stats {
 	if f.Detail != "" {
 		st.Detail += ": " + f.Detail
 	}
+	st.Detail += fmt.Sprintf(" (pid %d)", c.pid())
 	return st
 }

@@ -69,7 +69,8 @@ func TestValues(t *testing.T) {
 	if err := r.Check(ctx); err != nil {
 		t.Fatal(err)
 	}
-	if s := r.Stats(); s.Keys != 0 || s.Down != "" || s.PID == 0 || s.Starts != 1 || s.Failures != 0 ||
+	if s := r.Stats(); s.Keys != 0 || s.Down != "" || s.PID == 0 || s.Starts != 1 ||
+		s.Failures != 0 ||
 		!strings.HasPrefix(s.Detail, "elsewheretest: ") {
 		t.Fatalf("%+v", s)
 	}

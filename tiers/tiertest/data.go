@@ -104,8 +104,8 @@ type memory struct {
 	all, bytes []byte
 }
 
-// MemorySource is an optional interface of a tier under test: where the memory of its transfers comes
-// from. The default is Go's heap.
+// MemorySource is an optional interface of a tier under test: where the memory of its transfers
+// comes from. The default is Go's heap.
 type MemorySource interface {
 	// Memory returns size bytes, which nobody else uses until the test has made many more calls.
 	Memory(size int) []byte

@@ -423,8 +423,8 @@ func (s *server) memory(item *wire.TierItem) (mem [][]byte, size int64) {
 	return mem, size
 }
 
-// awaits does what a fault has calls with memory wait for. It returns false if the call is not to be
-// reported, and the status of one that is cancelled.
+// awaits does what a fault has calls with memory wait for. report is false if the call is not to be
+// reported, cancel is true if it was cancelled.
 func (s *server) awaits(fault string, cancelled <-chan struct{}) (report, cancel bool) {
 	switch fault {
 	case Hang:
@@ -614,7 +614,8 @@ func (s *server) report(fault string, id uint64, n int, status func(i int) uint8
 	}
 }
 
-// Start starts a program that listens, and returns its process. It is killed at the end of the test.
+// Start starts a program that listens, and returns its process, which is killed at the end of the
+// test.
 func Start(t testing.TB, s *Store) *os.Process {
 	c := s.Command()
 	cmd := exec.Command(c[0], c[1:]...)
