@@ -18,7 +18,8 @@ type Type uint8
 
 // The types: below 60 on the session socket, from 60 on the lookup sockets, from 70 between the
 // sidecars of a host, from 80 for sessions with a sidecar of another host, from 90 with a program
-// that is a tier. Sidecars also send each other RegionAdded, RegionRemoved, RegionUnmapped and Refuse.
+// that is a tier. Sidecars also send each other RegionAdded, RegionRemoved, RegionUnmapped and
+// Refuse.
 const (
 	TypeHello          Type = 1
 	TypeWelcome        Type = 2

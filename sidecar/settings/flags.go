@@ -29,8 +29,8 @@ func AddFlags(fs *pflag.FlagSet, keys ...string) {
 
 // MainFlags returns the names of the flags that are enough for most sidecars.
 func MainFlags() []string {
-	return []string{"config", "runtime-dir", "arena-limit", TierDAX, TierDisk, TierProgram, TierRedis,
-		TierS3, "admin-listen"}
+	return []string{"config", "runtime-dir", "arena-limit", TierDAX, TierDisk, TierProgram,
+		TierRedis, TierS3, "admin-listen"}
 }
 
 // settingFlag is the value of a setting's flag. Load checks it.
