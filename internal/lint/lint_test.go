@@ -61,7 +61,7 @@ var layers = [][]string{
 	{
 		"sidecar", "sidecar/doctor",
 		"internal/bench/daxbench", "internal/bench/diskbench", "internal/bench/enginebench",
-		"internal/bench/memcopybench", "internal/bench/peerbench", "internal/bench/redisbench",
+		"internal/bench/memcopybench", "internal/bench/peerbench", "internal/bench/programbench", "internal/bench/redisbench",
 		"internal/bench/restartbench",
 	},
 	{

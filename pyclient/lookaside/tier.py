@@ -2,13 +2,13 @@
 
 A tier is somewhere below the sidecar's memory where chunks of KV cache can live. This module lets a
 program be one: subclass Tier, give its put and get, and end with ``run(MyTier())``. The sidecar
-starts the program (``--tier-program 'python my_tier.py'``) or connects to it (``my_tier.py --listen
-PATH``, ``--tier-socket PATH``). docs/tiers-elsewhere.md has the protocol and the promises.
+starts the program (``--program 'python my_tier.py'``) or connects to it (``my_tier.py --listen
+PATH``, ``--program unix:PATH``). docs/tiers-elsewhere.md has the protocol and the promises.
 
-A program keeps values by keys. It never sees more of a value than bytes: the sidecar checks all that
-comes back by checksums, so a program may forget, fail and even return wrong bytes, and that costs
-misses only. What a program must keep is one promise about memory: it touches the memory of an item
-only until it has said how the item went.
+A program keeps values by keys. It never sees more of a value than bytes: the sidecar checks all
+that comes back by checksums, so a program may forget, fail and even return wrong bytes, and that
+costs misses only. What a program must keep is one promise about memory: it touches the memory of
+an item only until it has said how the item went.
 
 Values do not pass through the socket. The sidecar passes descriptors of its memory (regions) once,
 and an item names pieces of them: put reads the pieces, get fills them.
@@ -60,7 +60,7 @@ import struct
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,9 +162,10 @@ class Item:
     """A key, and the memory of its value.
 
     The value is the pieces' bytes, one behind the other. There are 1 to 8 pieces; a chunk of KV has
-    two: a header of some KiB, and the pages. Each begins at a multiple of 4 KiB of its region if the
-    page size of the cache allows it. A get may ask for less than what was put: for all of the first
-    pieces, of the sizes they were put with, and at most for a beginning of the piece after them.
+    two: a header of some KiB, and the pages. Each begins at a multiple of 4 KiB of its region if
+    the page size of the cache allows it. A get may ask for less than what was put: for all of the
+    first pieces, of the sizes they were put with, and at most for a beginning of the piece after
+    them.
     """
 
     key: bytes
@@ -258,9 +259,9 @@ class Call:
 class Tier(ABC):
     """A program that is a tier.
 
-    Every method may be called from several threads at a time, also with the same keys. An exception
-    fails what was asked for, and its text is shown to operators; it is never the end of the program.
-    A batch has at most max_items keys or items.
+    Every method may be called from several threads at a time, also with the same keys. An
+    exception fails what was asked for, and its text is shown to operators. It never ends the
+    program. A batch has at most max_items keys or items.
 
     put and get return one Status for each item, in their order: as a sequence, or as an iterator,
     of which each status is reported as it comes (so a generator function reports each item when it
@@ -281,8 +282,9 @@ class Tier(ABC):
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Return for each key whether it is held.
 
-        It may be wrong: a get that misses costs time and nothing else. It is called often and should
-        take microseconds to milliseconds; the sidecar waits for it at most lookup_timeout, 500 ms.
+        It may be wrong: a get that misses costs time and nothing else. It is called often and
+        should take microseconds to milliseconds. The sidecar waits for it at most lookup_timeout,
+        500 ms.
         """
 
     @abstractmethod
@@ -296,8 +298,8 @@ class Tier(ABC):
     def get(self, items: Sequence[Item], call: Call) -> Iterable[Status]:
         """Fill each item's pieces with the beginning of its value.
 
-        Report OK when all pieces are filled, MISSING if there is no such key, FAILED if the value is
-        shorter. The first items are wanted first.
+        Report OK when all pieces are filled, MISSING if there is no such key, FAILED if the value
+        is shorter. The first items are wanted first.
         """
 
     @abstractmethod
@@ -315,7 +317,7 @@ class Tier(ABC):
         """Return figures. It is called every second, and must not wait for I/O."""
         return Stats()
 
-    def on_region(self, region: Region) -> None:
+    def on_region(self, region: Region) -> None:  # noqa: B027 - optional
         """Learn of a region before any item lies in it.
 
         This is where an engine registers memory once, by address and size or by descriptor. An
@@ -323,13 +325,13 @@ class Tier(ABC):
         it, at the price of a copy. One region at a time of a connection is announced.
         """
 
-    def on_region_gone(self, region: Region) -> None:
+    def on_region_gone(self, region: Region) -> None:  # noqa: B027 - optional
         """Undo on_region: no item lies in the region any more, and it is unmapped next.
 
         It is called for each region of a connection at its end, when no call is under way.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """End. It is called by run after the last connection, when no call is under way."""
 
 
@@ -340,8 +342,8 @@ class ConnectionEnded(Exception):
 class _Connection:
     """One sidecar.
 
-    Threads take turns to receive: the one that has received a message handles it, while the next one
-    receives. So a call needs no hand-over, and a cancel is received while all calls go on.
+    Threads take turns to receive: the one that has received a message handles it, while the next
+    one receives. So a call needs no hand-over, and a cancel is received while all calls go on.
     """
 
     def __init__(self, tier: Tier, sock: socket.socket) -> None:
@@ -558,8 +560,8 @@ class _Connection:
         try:
             self._tier.on_region_gone(region)
         except Exception:
-            # The memory may still be registered somewhere. It stays mapped, and the descriptors that
-            # say so stay open.
+            # The memory may still be registered somewhere. It stays mapped, and the descriptors
+            # that say so stay open.
             _log.exception("region %d stays mapped until the program ends", region.id)
             self._holds = []
             return
@@ -581,13 +583,12 @@ class _Connection:
                     raise ValueError(f"{len(statuses)} statuses for {len(items)} items")
                 reply.report_all(statuses)
             else:
-                index = 0
                 for index, status in enumerate(statuses):
                     reply.report(index, status)
                     if call.cancelled:
                         break
-                if hasattr(statuses, "close"):
-                    statuses.close()  # a generator's finally clauses
+                if isinstance(statuses, Generator):
+                    statuses.close()  # its finally clauses run now
         except ConnectionEnded:
             raise
         except Exception as error:
@@ -805,7 +806,8 @@ def run(tier: Tier, arguments: Sequence[str] | None = None) -> None:
     """Be a program: serve the sidecar that started it, or listen at --listen PATH.
 
     It returns when the sidecar leaves, or at SIGTERM or SIGINT, after Tier.close. It must be called
-    by the main thread. Give it the arguments that the program has not used itself; default: sys.argv.
+    by the main thread. Give it the arguments that the program has not used itself; default:
+    those of sys.argv.
     """
     parser = argparse.ArgumentParser(description=f"{tier.name}: a tier for lookaside")
     parser.add_argument(
@@ -821,7 +823,7 @@ def run(tier: Tier, arguments: Sequence[str] | None = None) -> None:
     if sock is None and args.listen is None:
         parser.error(
             "no sidecar has started this program: name it in the sidecar's settings "
-            "(--tier-program), or give it --listen PATH"
+            "(--program), or give it --listen PATH"
         )
     stop = threading.Event()
     connection = _Connection(tier, sock) if sock is not None else None

@@ -74,8 +74,9 @@ class TierRefuse(Message, frozen=True, tag=92):
 class TierRegion(Message, frozen=True, tag=93):
     """Names memory that items may lie in; its descriptor travels with it.
 
-    The region is ``size`` bytes at ``offset`` of the descriptor, in pages of ``page_size``. ``kind``
-    says what it is (hugetlb, thp, memfd, file, devdax, fsdax). Answered by TierRegionReady.
+    The region is ``size`` bytes at ``offset`` of the descriptor, in pages of ``page_size``.
+    ``kind`` says what it is (hugetlb, thp, memfd, file, devdax, fsdax). Answered by
+    TierRegionReady.
     """
 
     region: _U32

@@ -31,13 +31,12 @@ class Sidecar:
 
     def __init__(self, directory: Path, program: str) -> None:
         self.directory = directory
-        # fmt: off
+        command = f"serve --runtime-dir {directory} --arena-kind memfd --log-level warn"
+        command += " --arena-limit 8M --arena-initial 8M --program"
         self.process = subprocess.Popen(
-            [BINARY, "serve", "--runtime-dir", directory, "--arena-kind", "memfd",
-             "--arena-limit", "8M", "--arena-initial", "8M", "--log-level", "warn",
-             "--program", program],
+            [BINARY, *command.split(), program],
             env={**os.environ, "PYTHONPATH": str(ROOT / "pyclient")},
-        )  # fmt: on
+        )
         until(lambda: ready(directory), PATIENCE_S)
         until(lambda: self.tier()["state"] == "closed", PATIENCE_S)
 

@@ -45,7 +45,8 @@ func newRoot() *cobra.Command {
 		return settings.FlagError(cmd.Flags(), err)
 	})
 	root.AddCommand(newEngine(), newMemcopy(), newPromotion(), newDisk(), newDAX(), newRedis(),
-		newRecovery(), newRestart(), newPeers(), newLookupServer(), newEcho(), newPlot())
+		newProgram(), newRecovery(), newRestart(), newPeers(), newLookupServer(), newEcho(),
+		newPlot())
 	return root
 }
 
