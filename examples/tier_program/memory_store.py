@@ -8,6 +8,7 @@ It is the smallest useful program on lookaside.tier, and the one that the tests 
 from __future__ import annotations
 
 import argparse
+import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,22 @@ from collections.abc import Iterator, Sequence
 from lookaside.tier import Call, Item, Stats, Status, Tier, run
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+LARGE = 256 << 10
+
+
+def room(size: int) -> bytearray | mmap.mmap:
+    """Return memory for a value.
+
+    The pages of a mapping are made while the value is copied, which does not hold the GIL; those of
+    a bytearray are made, and set to zero, before.
+    """
+    if size < LARGE:
+        return bytearray(size)
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class MemoryStore(Tier):
@@ -25,7 +42,7 @@ class MemoryStore(Tier):
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()  # guards what follows
-        self._values: OrderedDict[bytes, bytearray] = OrderedDict()
+        self._values: OrderedDict[bytes, bytearray | mmap.mmap] = OrderedDict()
         self._used = 0
         self._evictions = 0
 
@@ -39,7 +56,7 @@ class MemoryStore(Tier):
                 yield Status.NO_ROOM
                 continue
             # A value is not changed once it is in the table, so gets copy without the lock.
-            value = bytearray(item.size)
+            value = room(item.size)
             item.copy_out(value)
             with self._lock:
                 self._remove(item.key)
