@@ -504,7 +504,7 @@ func TestHelpAndVersion(t *testing.T) {
 		{"help", "serve"}} {
 		text, names := flags(args...)
 		slices.Sort(names)
-		if len(want) != 9 || !slices.Equal(names, want) ||
+		if len(want) != 10 || !slices.Equal(names, want) ||
 			!strings.Contains(text, "--help-all lists the others") ||
 			!strings.Contains(text, "default: 4G") {
 			t.Errorf("%v: %v: %s", args, names, text)
