@@ -77,6 +77,7 @@ if wanted test; then
 	command -v promtool >/dev/null || missing+=(prometheus) # checks examples/prometheus and examples/grafana
 	command -v buildah >/dev/null || missing+=(buildah) # a test builds the image and runs it
 	command -v mandoc >/dev/null || missing+=(mandoc) # checks the man pages
+	ldconfig -p | grep -q libibverbs.so.1 || missing+=(libibverbs1) # Mooncake loads it, over TCP too
 	[[ -x /lib/systemd/systemd ]] || missing+=(systemd) # a test runs the example's unit
 fi
 if ((${#missing[@]})); then
