@@ -77,6 +77,18 @@ class Contract:
             at = base + n * size
             assert program.memory[at : at + size] == expected[n * size : (n + 1) * size]
 
+    def test_one_key_from_several_threads_and_twice_in_a_call(self, program: Program) -> None:
+        size = 100_000
+        values = [fill(program, seed=n, size=size) for n in range(4)]
+        for n, value in enumerate(values):
+            program.memory[n * size : (n + 1) * size] = value
+        twice = program.put((b"a", laid(0, [size])), (b"a", laid(size, [size])))
+        assert twice[0] == [Status.OK] * 2
+        calls = [program.begin_put((b"a", laid(n * size, [size])))[1] for n in range(4)] * 3
+        assert [call.result(60)[0] for call in calls] == [[Status.OK]] * 12
+        assert program.get((b"a", laid(8 << 20, [size])))[0] == [Status.OK]
+        assert program.memory[8 << 20 : (8 << 20) + size] in values
+
     def test_drop_and_clear(self, program: Program) -> None:
         fill(program, seed=2, size=4096)
         keys = [b"\xff\x00one", b"\xff\x00two", b"\xff\x01three", b"\xff", b"a" * 255]

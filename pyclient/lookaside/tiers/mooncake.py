@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -34,7 +35,7 @@ from typing import Any
 
 from lookaside.config import parse_size
 from lookaside.ratelog import RateLimitedLog
-from lookaside.tier import Call, Item, Region, Stats, Status, Tier, run
+from lookaside.tier import Call, Item, Piece, Region, Stats, Status, Tier, run
 
 __all__ = ["Mooncake", "Settings", "main"]
 
@@ -51,6 +52,7 @@ _WATCH_S = 1.0
 _NO_ROOM = -200
 _NOT_READY = -703  # it is being written
 _NOT_FOUND = -704
+_EXISTS = -705
 _NAMES = {
     -200: "no room",
     -600: "invalid parameters",
@@ -137,6 +139,8 @@ class Mooncake(Tier):
         self._problem = f"not connected to Mooncake's master at {settings.master} yet"
         self._figures: dict[str, int] = {}
         self._evicted_before: int | None = None
+        self._writing = threading.Condition()
+        self._being_put: set[bytes] = set()  # guarded by _writing
         self._stop, self._wake = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="mooncake-watcher", daemon=True)
         self._replicate = replicate()
@@ -171,22 +175,8 @@ class Mooncake(Tier):
         for part in _parts(items):
             if call.cancelled:
                 return
-            store = self._ready()
-            names = [self._name(item.key) for item in part]
-            # Mooncake keeps the old value of a key, and says that it has stored the new one.
-            held = store.batch_is_exist(names)
-            old = [name for name, code in zip(names, held, strict=True) if code == 1]
-            if old:
-                store.batch_remove(old, True)
-            yield from (
-                self._status("a put", code)
-                for code in store.batch_put_from_multi_buffers(
-                    names,
-                    [[piece.address for piece in item.pieces] for item in part],
-                    [[piece.size for piece in item.pieces] for item in part],
-                    self._replicate,
-                )
-            )
+            with self._alone(part):
+                yield from (self._status("a put", code) for code in self._put(part))
 
     def get(self, items: Sequence[Item], call: Call) -> Iterator[Status]:
         for part in _parts(items):
@@ -195,13 +185,12 @@ class Mooncake(Tier):
             # A range of the object for each piece: a get of a beginning is like any other.
             addresses, names, sources, sizes = [], [], [], []
             for item in part:
-                at, name = 0, self._name(item.key)
-                for piece in item.pieces:
+                name = self._name(item.key)
+                for piece, at in zip(item.pieces, _offsets(item.pieces), strict=True):
                     addresses.append(piece.address)
                     names.append([name])
                     sources.append([[at]])
                     sizes.append([[piece.size]])
-                    at += piece.size
             read = iter(
                 self._ready().get_into_ranges(
                     addresses, names, [[[0]]] * len(names), sources, sizes
@@ -256,6 +245,61 @@ class Mooncake(Tier):
                 raise self._failure("unregistering a region", code)
 
     # Its parts.
+
+    @contextlib.contextmanager
+    def _alone(self, items: Sequence[Item]) -> Iterator[None]:
+        """Keep other threads from putting the same keys: Mooncake's client has one put of a key."""
+        keys = {item.key for item in items}
+        with self._writing:
+            self._writing.wait_for(lambda: not keys & self._being_put)
+            self._being_put |= keys
+        try:
+            yield
+        finally:
+            with self._writing:
+                self._being_put -= keys
+                self._writing.notify_all()
+
+    def _put(self, items: Sequence[Item]) -> list[int]:
+        """Put values under different keys; return Mooncake's result for each.
+
+        A put session says which keys have values. A plain put would keep these, and say that it has
+        stored the new ones.
+        """
+        store = self._ready()
+        sizes = {self._name(item.key): item.size for item in items}
+        codes = dict.fromkeys(sizes, 0)
+
+        def begin(names: list[str]) -> None:
+            wanted = [sizes[name] for name in names]
+            begun = store.batch_put_session_start(names, wanted, self._replicate)
+            codes.update(zip(names, begun, strict=True))
+
+        begin(list(sizes))
+        if old := [name for name, code in codes.items() if code == _EXISTS]:
+            store.batch_remove(old, True)
+            begin(old)
+        open_ones = [name for name, code in codes.items() if code == 0]
+        try:
+            parts = [item.pieces for item in items if codes[self._name(item.key)] == 0]
+            if open_ones:
+                written = store.batch_put_from_multi_buffer_ranges(
+                    open_ones,
+                    [[piece.address for piece in pieces] for pieces in parts],
+                    [[piece.size for piece in pieces] for pieces in parts],
+                    [_offsets(pieces) for pieces in parts],
+                )
+                for name, count in zip(open_ones, written, strict=True):
+                    if count != sizes[name]:
+                        codes[name] = min(count, -1)
+            if whole := [name for name in open_ones if codes[name] == 0]:
+                codes.update(zip(whole, store.batch_put_session_end(whole), strict=True))
+                open_ones = [name for name in open_ones if codes[name] != 0]
+        finally:
+            if open_ones:
+                store.batch_put_session_revoke(open_ones)
+        # Another host has put a value since we removed the old one: that is the newer one.
+        return [0 if code == _EXISTS else code for code in codes.values()]
 
     def _name(self, key: bytes) -> str:
         return f"{self._settings.namespace}/{key.hex()}"
@@ -399,16 +443,24 @@ class Mooncake(Tier):
 
 
 def _parts(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """The items, some at a time."""
+    """The items, some at a time, each with a key of its own."""
     part: list[Item] = []
+    keys: set[bytes] = set()
     size = 0
     for item in items:
-        if part and (len(part) == _PART_ITEMS or size + item.size > _PART_BYTES):
+        full = len(part) == _PART_ITEMS or size + item.size > _PART_BYTES
+        if part and (full or item.key in keys):
             yield part
-            part, size = [], 0
+            part, keys, size = [], set(), 0
         part.append(item)
+        keys.add(item.key)
         size += item.size
     yield part
+
+
+def _offsets(pieces: Sequence[Piece]) -> list[int]:
+    """Where each piece begins in the value."""
+    return [0, *itertools.accumulate(piece.size for piece in pieces[:-1])]
 
 
 def _address(flag: str, text: str) -> tuple[str, int]:

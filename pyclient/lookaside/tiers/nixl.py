@@ -243,7 +243,7 @@ class Nixl(Tier):
     def __init__(self, settings: Settings) -> None:
         """Raises ImportError or ValueError, with what to do, if it cannot be used."""
         self._settings = settings
-        self._agent = _agent(settings)
+        self._agent = make_agent(settings)
         self._warn = RateLimitedLog(_log)
         self._registered: dict[int, Any] = {}  # regions, by address
         self.files = Files(settings.directory, settings.capacity)
@@ -446,8 +446,8 @@ class Nixl(Tier):
                 os.close(transfer.fd)
 
 
-def _agent(settings: Settings) -> Any:
-    """A NIXL agent with the plug-in."""
+def make_agent(settings: Settings) -> Any:
+    """Return a NIXL agent with the plug-in. Raises ImportError or ValueError, with what to do."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     for name in ("nixl", "nixl_cu13", "nixl_cu12"):
         try:
