@@ -57,9 +57,9 @@ build-bench: build
 build-soak: build
 	@$(GO) build -trimpath -tags $(TAGS) -o bin/soak ./internal/soak
 
-demo: ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; ARENA=SIZE|dax; PD=1: prefill and decode apart; TP=1: tensor-parallel ranks; JSON=FILE
-	@export STEP_LOGS=.cache/logs; scripts/setup.sh demo $(filter redis,$(TIERS)) && scripts/demo.sh
-	@.cache/demo/bin/python -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)',$(if $(PD),prefill_decode,$(if $(TP),tensor_parallel,two_instances))) $(if $(ARENA),--arena '$(ARENA)') \
+demo: ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; TIERS=mooncake: on two hosts (root); ARENA=SIZE|dax; PD=1: prefill and decode apart; TP=1: tensor-parallel ranks; JSON=FILE
+	@export STEP_LOGS=.cache/logs; scripts/setup.sh demo $(filter redis mooncake,$(TIERS)) && scripts/demo.sh $(filter mooncake,$(TIERS))
+	@.cache/demo/bin/python -m examples.$(if $(filter mooncake,$(TIERS)),two_hosts,$(if $(TIERS),beyond_memory --tier '$(TIERS)',$(if $(PD),prefill_decode,$(if $(TP),tensor_parallel,two_instances)))) $(if $(ARENA),--arena '$(ARENA)') \
 		$(if $(SIDECARS),--sidecars '$(SIDECARS)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 wheel: ## The wheels, into dist/: connector, native module and sidecar in one file; ARCH=x86_64|aarch64 for one of them
@@ -113,7 +113,7 @@ lint-py:
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
-bench: build-bench ## A bench by name: NAME=lookup|client|copy|attach|ttft|busy|serve|engine|memcopy|disk|dax|recovery|restart|promotion|peers|peer|redis|elsewhere, JSON=FILE, ARGS='...'
+bench: build-bench ## A bench by name: NAME=lookup|client|copy|attach|ttft|busy|serve|engine|memcopy|disk|dax|recovery|restart|promotion|peers|peer|redis|elsewhere|mooncake|nixl, JSON=FILE, ARGS='...'
 	@bench/run $(if $(NAME),'$(NAME)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 screenshots: build ## The pictures of docs/images, from real servers in traffic; needs Chromium, tmux and unshare

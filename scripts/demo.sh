@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .cache/demo, the Python of the demos: the wheel, installed as a user installs it, beside the vLLM of .venv.
+# Usage: scripts/demo.sh [mooncake]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,3 +14,7 @@ fi
 # in development that .venv names does not come along.
 .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$(echo "$demo"/lib/python3*/site-packages)/vllm.pth"
 scripts/wheel.sh --install "$demo/bin/python"
+if [[ ${1:-} == mooncake ]]; then
+	scripts/step 'demo: installing Mooncake' .cache/tools/bin/uv pip install -q --no-deps -p "$demo/bin/python" \
+		"$(grep '^mooncake-transfer-engine' requirements-test.lock)"
+fi

@@ -5,21 +5,22 @@
 #   demo   the same, and .venv with the packages of requirements.lock
 #   build  what building in place needs beside both: this machine's C compiler and libzmq
 #   redis  a Redis server
+#   mooncake  what Mooncake loads
 #   test   what the tests need beside all these: an S3 server, Chromium, tmux, and the packages of requirements-test.lock
 # Without a part: all of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 parts=("$@")
-((${#parts[@]})) || parts=(wheel demo build redis test)
+((${#parts[@]})) || parts=(wheel demo build redis mooncake test)
 wanted() {
 	local part
 	for part in "${parts[@]}"; do [[ $part == "$1" ]] && return; done
 	return 1
 }
 for part in "${parts[@]}"; do
-	[[ $part == @(wheel|demo|build|redis|test) ]] || {
-		echo "setup: there is no part called $part: wheel, demo, build, redis or test" >&2
+	[[ $part == @(wheel|demo|build|redis|mooncake|test) ]] || {
+		echo "setup: there is no part called $part: wheel, demo, build, redis, mooncake or test" >&2
 		exit 2
 	}
 done
@@ -71,13 +72,16 @@ fi
 if wanted redis; then
 	command -v redis-server >/dev/null && command -v redis-cli >/dev/null || missing+=(redis-server redis-tools)
 fi
+if wanted mooncake; then
+	ldconfig -p | grep -q libibverbs.so.1 || missing+=(libibverbs1) # loaded over TCP too
+	command -v ip >/dev/null || missing+=(iproute2) # the demo's two hosts
+fi
 if wanted test; then
 	command -v tmux >/dev/null || missing+=(tmux)         # tests run lookaside top in it
 	command -v chromium >/dev/null || missing+=(chromium) # tests open the dashboard in it
 	command -v promtool >/dev/null || missing+=(prometheus) # checks examples/prometheus and examples/grafana
 	command -v buildah >/dev/null || missing+=(buildah) # a test builds the image and runs it
 	command -v mandoc >/dev/null || missing+=(mandoc) # checks the man pages
-	ldconfig -p | grep -q libibverbs.so.1 || missing+=(libibverbs1) # Mooncake loads it, over TCP too
 	[[ -x /lib/systemd/systemd ]] || missing+=(systemd) # a test runs the example's unit
 fi
 if ((${#missing[@]})); then

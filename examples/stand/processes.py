@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -203,10 +203,13 @@ def _shared_memory(group: int) -> set[Path]:
 class Sidecar(Process):
     """A running `lookaside serve`."""
 
-    def __init__(self, endpoint: Path, log: Path, settings: dict[str, str]) -> None:
+    def __init__(
+        self, endpoint: Path, log: Path, settings: dict[str, str], wrap: Sequence[str] = ()
+    ) -> None:
+        """``wrap`` begins the command: what runs it on another host (hosts.py)."""
         if not BINARY.exists():
             raise RuntimeError(f"{BINARY.relative_to(REPO)} is not built: run `make build`")
-        command = [str(BINARY), "serve", f"--runtime-dir={endpoint}"]
+        command = [*wrap, str(BINARY), "serve", f"--runtime-dir={endpoint}"]
         command += [f"--{name}={value}" for name, value in settings.items()]
         super().__init__(f"sidecar {endpoint.name}", command, log)
         self.endpoint = endpoint
@@ -232,9 +235,10 @@ class Sidecar(Process):
             return False
 
     def get(self, path: str) -> httpx.Response:
-        """An answer of the admin HTTP server."""
-        address = (self.endpoint / "admin.addr").read_text().strip()
-        return httpx.get(f"http://{address}{path}", timeout=30.0, trust_env=False)
+        """An answer of the admin HTTP server, by its Unix socket: any host may ask."""
+        transport = httpx.HTTPTransport(uds=str(self.endpoint / "admin.sock"))
+        with httpx.Client(transport=transport, timeout=30.0) as asking:
+            return asking.get(f"http://localhost{path}")
 
     def status(self) -> dict[str, Any]:
         """What `lookaside status --json` says."""
@@ -334,13 +338,15 @@ class Server(Process):
         env: dict[str, str],
         arguments: list[str],
         start: Starter | None = None,
+        wrap: Sequence[str] = (),
+        address: str = "127.0.0.1",
     ) -> None:
         self.port = free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.base_url = f"http://{address}:{self.port}"
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            *wrap, sys.executable, "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(model), "--served-model-name", "small",
-            "--host", "127.0.0.1", "--port", str(self.port), *arguments,
+            "--host", address, "--port", str(self.port), *arguments,
         ]  # fmt: skip
         super().__init__(name, command, log, env, start)
 
@@ -484,18 +490,25 @@ class Stand:
         name: str = "ep",
         ready: bool = True,
         settings: dict[str, str] | None = None,
+        wrap: Sequence[str] = (),
     ) -> Sidecar:
         """Starts a sidecar. ``settings`` are `lookaside serve` flags, with _ for -; tiers in their
-        order."""
+        order. ``wrap``: as of Sidecar."""
         endpoint = self.directory / f"{name}-{rank}"
         flags = {key.replace("_", "-"): value for key, value in (settings or {}).items()}
         if flags.get("arena-kind") != "dax":  # which is as large as its devices
             flags = {"arena-limit": "2G", **flags}
-        sidecar = Sidecar(endpoint, self.directory / f"sidecar-{name}-{rank}.log", flags)
+        sidecar = Sidecar(endpoint, self.directory / f"sidecar-{name}-{rank}.log", flags, wrap)
         self._processes.append(sidecar)
         if ready:
             sidecar.wait_ready()
         return sidecar
+
+    def process(self, name: str, command: list[str]) -> Process:
+        """Starts a program of the caller's."""
+        process = Process(name, command, self.directory / f"{name}.log")
+        self._processes.append(process)
+        return process
 
     def redis(self, name: str = "redis") -> Redis:
         """Starts a Redis server, and waits for it."""
@@ -518,9 +531,11 @@ class Stand:
         kv_gib: int = 1,
         max_model_len: int = 9216,
         model: Path | None = None,
+        wrap: Sequence[str] = (),
+        address: str = "127.0.0.1",
     ) -> Server:
         """Starts a vLLM server, with the connector where its configuration is given. Does not wait
-        for it."""
+        for it. ``wrap`` and ``address``: of another host."""
         settings = {
             **server_env(kv_gib),
             "TMPDIR": str(self.directory),
@@ -542,6 +557,8 @@ class Stand:
             settings,
             flags,
             self._start_server,
+            wrap,
+            address,
         )
         self._processes.append(server)
         return server

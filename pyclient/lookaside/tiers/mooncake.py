@@ -381,8 +381,8 @@ class Mooncake(Tier):
             return socket.create_connection(address, self._settings.timeout)
         except OSError as error:
             raise Unavailable(
-                f"no Mooncake master at {self._settings.master} (--master): {error}; start one with "
-                f"mooncake_master --rpc_port={address[1]}"
+                f"no Mooncake master at {self._settings.master} (--master): {error}; start one "
+                f"with mooncake_master --rpc_port={address[1]}"
             ) from None
 
     @staticmethod

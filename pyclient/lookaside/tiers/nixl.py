@@ -490,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--directory", type=Path, required=True, help="where the files are; made if missing")
     add("--capacity", metavar="SIZE", type=_size, required=True,
-        help="the most bytes of files, such as 500G; the least recently used are removed")  # fmt: skip
+        help="the most bytes of files (500G); the least recently used are removed")  # fmt: skip
     add("--plugin", default="POSIX", help="POSIX (default), GDS, GDS_MT, HF3FS, …")
     add("--param", metavar="NAME=VALUE", type=_param, action="append", default=[],
         help="a parameter of the plug-in, such as use_uring=true; may be given several times",
