@@ -27,8 +27,13 @@ class Below:
     def __init__(self, directory: Path, command: list[str]) -> None:
         config = directory / "sidecar.yaml"
         words = shlex.join(command)
-        config.write_text(f"tiers:\n  - kind: program\n    command: {words!r}\n    timeout: 60s\n")
+        config.write_text(f"tiers:\n  - kind: program\n    command: {words!r}\n\n")
         self.sidecar = Sidecar(directory / "rank-0", f"--config={config}")
+
+    def serving(self) -> bool:
+        """Whether the program serves, and says what it has: not so before it has started."""
+        tier = self.tier()
+        return tier["state"] == "closed" and tier["capacity_bytes"] > 0
 
     def tier(self) -> dict[str, Any]:
         (tier,) = status(self.sidecar)["tiers"]
@@ -56,7 +61,7 @@ def test_values_come_up_from_files_and_spoilt_ones_do_not(tmp_path: Path) -> Non
     below = Below(tmp_path, test_nixl.command(tmp_path / "kv"))
     try:
         with Client(below.sidecar.directory, timeout_s=PATIENCE_S) as client:
-            until(lambda: not below.tier().get("down"), PATIENCE_S)
+            until(below.serving, PATIENCE_S)
             below.fill(client)
             assert below.held(client) > 0.8 * VALUES
             assert below.tier()["loaded_chunks"] > 50
@@ -92,14 +97,14 @@ def test_values_come_up_from_mooncake_on_another_sidecar(tmp_path: Path, master:
             made[-1].sidecar.arguments += ("--peers-enabled=false",)
         one, other = made
         for below in made:
-            until(lambda below=below: not below.tier().get("down"), PATIENCE_S)
+            until(below.serving, PATIENCE_S)
         with Client(one.sidecar.directory, timeout_s=PATIENCE_S) as client:
             one.fill(client)
         with Client(other.sidecar.directory, timeout_s=PATIENCE_S) as client:
             assert other.held(client) > 0.8 * VALUES
             assert other.tier()["loaded_chunks"] > 100
             master.kill()
-            until(lambda: other.tier().get("down"), PATIENCE_S)
+            until(lambda: other.tier()["state"] != "closed", PATIENCE_S)
             other.held(client)
     finally:
         for below in made:
