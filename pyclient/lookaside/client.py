@@ -49,15 +49,16 @@ from types import TracebackType
 from typing import Any
 
 from lookaside import __version__, wire
+from lookaside.arena import Arena, Live
 from lookaside.autostart import Autostart
 from lookaside.config import default_endpoint
 from lookaside.connection import Pending, SessionUnavailable
 from lookaside.handshake import SessionOptions
 from lookaside.lookups import LookupClient
 from lookaside.mapping import RegionError
-from lookaside.mappings import Mappings
-from lookaside.regions import Hold, RegionSet
-from lookaside.session import Session, Subscriber
+from lookaside.mappings import Attachable
+from lookaside.regions import Hold
+from lookaside.session import Session
 
 Key = bytes | bytearray | memoryview
 """Any bytes. Its SHA-256 is the name under which the value is held."""
@@ -75,8 +76,6 @@ _MAX_KEPT = 16
 _LOOK_S = 0.1
 # Requests of one batch that are out at a time.
 _WINDOW = 256
-_HUGE_KINDS = ("hugetlb", "thp", "devdax", "fsdax")
-_MEMORY_KINDS = ("memfd", "thp", "hugetlb")
 
 
 class SidecarUnavailable(RuntimeError):
@@ -129,7 +128,7 @@ class _Buffer:
     An array or a tensor that is made of the view refers to them.
     """
 
-    __slots__ = ("_finalizer", "_in", "view")
+    __slots__ = ("_finalizer", "_in", "address", "view")
 
     def __init__(
         self,
@@ -138,6 +137,7 @@ class _Buffer:
         later: Callable[[_Lease], None],
         now: Callable[[_Lease], None],
     ) -> None:
+        self.address = lease.address
         raw = (ctypes.c_char * size).from_address(lease.address)
         self.view = memoryview(raw).cast("B")
         self._in = threading.local()
@@ -159,76 +159,6 @@ class _Buffer:
             self._in.release = False
 
 
-class _Live:
-    """A session and its regions."""
-
-    def __init__(self, session: Session, welcome: wire.Welcome, mappings: Mappings) -> None:
-        self.session_id = welcome.session
-        self.regions = RegionSet(mappings, on_idle=session.hold())
-        self.ready = threading.Event()
-
-
-class _Arena(Subscriber):
-    """The session's memory. The methods named on_ run on the session's thread."""
-
-    def __init__(self) -> None:
-        self.mappings = Mappings()
-        self.changed = threading.Condition()
-        self.live: _Live | None = None  # guarded by changed
-
-    def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
-        with self.changed:
-            self.live = _Live(session, welcome, self.mappings)
-
-    def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
-        live = self.live
-        if live is None:
-            return
-
-        def mapped() -> None:
-            session.send(wire.RegionMapped(region.region), live.session_id)
-
-        try:
-            live.regions.add(
-                region.region,
-                fd,
-                region.size,
-                huge=region.kind in _HUGE_KINDS,
-                background=True,  # a grant waits for its region, and only that
-                offset=region.offset,
-                page_size=region.page_size,
-                write=False,
-                read_only=bool(region.read_only),
-                memory=region.kind in _MEMORY_KINDS,
-                then=mapped,
-            )
-        except RegionError:
-            mapped()  # what is granted there fails, and only that
-
-    def on_regions_ready(self, session: Session) -> None:
-        self.mappings.drop_kept()
-        with self.changed:
-            if self.live is not None:
-                self.live.ready.set()
-            self.changed.notify_all()
-
-    def on_region_removed(self, session: Session, region: int) -> None:
-        live = self.live
-        if live is not None:
-            live.regions.remove(
-                region, lambda: session.send(wire.RegionUnmapped(region), live.session_id)
-            )
-
-    def on_lost(self, session: Session) -> None:
-        with self.changed:
-            live, self.live = self.live, None
-        if live is not None:
-            live.regions.close()
-
-    def on_given_up(self, session: Session) -> None:
-        self.mappings.drop_kept()
-
-
 class Value:
     """A value that is held, under a lease. Made by Space.retrieve.
 
@@ -244,6 +174,11 @@ class Value:
         """The value, in the arena. Raises ValueError after close."""
         self._view.nbytes  # noqa: B018  # raises where it was released
         return self._view
+
+    @property
+    def address(self) -> int:
+        """Where the view begins, for native code. Valid as long as the view."""
+        return self._buffer.address
 
     def __len__(self) -> int:
         return self.view.nbytes
@@ -300,6 +235,11 @@ class Allocation:
         self._buffer.view.nbytes  # noqa: B018  # raises where it was released
         return self._buffer.view
 
+    @property
+    def address(self) -> int:
+        """Where the view begins, for native code; 0 if there is none. Valid as long as the view."""
+        return self._buffer.address if self._buffer is not None else 0
+
     def store(self) -> None:
         """Make the value visible. Nothing is copied. Does nothing if the value was held.
 
@@ -341,7 +281,9 @@ class Allocation:
 class Space:
     """Values of one kind. Made by Client.space. Any thread may call its methods."""
 
-    def __init__(self, client: Client, name: str, value_bytes: int) -> None:
+    def __init__(
+        self, client: Client, name: str, value_bytes: int, copies: Attachable | None = None
+    ) -> None:
         self.name = name
         self.value_bytes = value_bytes
         """The most that a value of this space may have."""
@@ -349,7 +291,7 @@ class Space:
         self._endpoint = client.endpoint
         padded = -(-value_bytes // _ALIGN) * _ALIGN
         self._slot_bytes = max(_LEAST_SLOT_BYTES, padded + _TRAILER.size)
-        self._arena = _Arena()
+        self._arena = Arena(copies)
         self._lock = threading.Lock()
         self._kept: dict[bytes, tuple[float, _Lease]] = {}  # guarded by _lock
         self._looks = False  # the janitor looks around within _LOOK_S; guarded by _lock
@@ -524,7 +466,7 @@ class Space:
 
     # ---- the session ----
 
-    def _connected(self) -> _Live:
+    def _connected(self) -> Live:
         """Return the present session, or wait timeout_s for one."""
         with self._arena.changed:
             live = self._arena.live
@@ -864,13 +806,14 @@ class Client:
         if autostart:
             self._autostart = Autostart(binary, self.endpoint, sidecar_arguments).ensure
 
-    def space(self, name: str, value_bytes: int) -> Space:
+    def space(self, name: str, value_bytes: int, copies: Attachable | None = None) -> Space:
         """Return the space of this name, for values of up to value_bytes.
 
         It connects in the background; the first request waits for that. A second call returns the
         same Space. Raises ValueError for a name of over 200 bytes, and if this Client has a space
         of this name for values of another size. Processes that name another size have another
-        space.
+        space. copies, given with the first call, are told of the memory in which values lie, before
+        there are any (copies.Copies).
         """
         if not 0 < len(name.encode()) <= 200:
             raise ValueError(f"a space's name has 1 to 200 bytes, not {len(name.encode())}")
@@ -879,7 +822,7 @@ class Client:
         with self._lock:
             space = self._spaces.get(name)
             if space is None or space._closed:
-                space = self._spaces[name] = Space(self, name, value_bytes)
+                space = self._spaces[name] = Space(self, name, value_bytes, copies)
         if space.value_bytes != value_bytes:
             raise ValueError(
                 f"the space {name!r} is for values of {space.value_bytes} bytes here, not of "

@@ -109,6 +109,12 @@ class Pending:
         """Whether wait would return at once."""
         return self._answered.is_set()
 
+    @property
+    def session_id(self) -> int:
+        """The session that the request was sent in."""
+        welcome = self._connection.welcome
+        return welcome.session if welcome is not None else 0
+
     def wait_done(self, timeout_s: float) -> bool:
         """Wait for the reply or the session's end, without giving the request up.
 
@@ -544,9 +550,9 @@ class Connection:
             notices.show(message.text)
         elif isinstance(message, wire.NameWeights):
             self._audience.name_weights(message.epoch)
-        elif isinstance(message, _REPLIES):
+        elif isinstance(message, (*_REPLIES, wire.Pong)):
             self._answer(message)
-        elif not isinstance(message, wire.Pong):
+        else:
             raise HandshakeError(f"unexpected {type(message).__name__}")
 
     def _move(self, message: wire.Moved, fds: list[int]) -> None:

@@ -251,6 +251,11 @@ class Session:
         return connection is not None and connection.connected
 
     @property
+    def settled(self) -> bool:
+        """Whether the first attempt to connect has ended in any way."""
+        return self._settled.is_set()
+
+    @property
     def available(self) -> bool:
         """Whether submit would send: the session is connected and not suspect."""
         connection = self._connection
