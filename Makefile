@@ -113,7 +113,7 @@ lint-py:
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
-bench: build-bench ## A bench by name: NAME=lookup|client|copy|attach|ttft|busy|serve|engine|memcopy|disk|dax|recovery|restart|promotion|peers|peer|redis|elsewhere|mooncake|nixl, JSON=FILE, ARGS='...'
+bench: build-bench ## A bench by name: NAME=lookup|client|tiering|lightmem|copy|agreement|attach|ttft|busy|serve|engine|memcopy|disk|dax|recovery|restart|promotion|peers|peer|redis|elsewhere|mooncake|nixl, JSON=FILE, ARGS='...'
 	@bench/run $(if $(NAME),'$(NAME)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 screenshots: build ## The pictures of docs/images, from real servers in traffic; needs Chromium, tmux and unshare

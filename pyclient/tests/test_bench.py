@@ -88,6 +88,7 @@ def test_report_stamps_what_the_command_wrote(tmp_path: Path):
     ("name", "options", "cases"),
     [
         ("copy", ["--bytes=33554432", "--rounds=2"], 8),
+        ("tiering", ["--blocks=4", "--rounds=2", "--lookup=32", "--calls=2"], 9),
         (
             "lookup",
             ["--pages=8192", "--rounds=2", "--pairs=3", "--tail=20", "--copy-threads=1"],
