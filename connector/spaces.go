@@ -130,12 +130,16 @@ var elements = map[string]string{
 }
 
 // elementOf returns the element type of a space's pages by the fields that its worker declared: the
-// type of the KV cache, or the model's if that is "auto". It returns "" if the fields do not name
-// one that is known.
+// type of the KV cache, or the model's if that is "auto"; "encoded" if the worker encodes pages, so
+// that no codec of a tier takes what they are made of for numbers. It returns "" if the fields do
+// not name one that is known.
 func elementOf(fields []wire.Field) string {
 	named := map[string]string{}
 	for _, f := range fields {
 		named[f.Key] = strings.TrimPrefix(f.Value, "torch.")
+	}
+	if named["encoding"] != "" {
+		return "encoded"
 	}
 	if t := named["kv_dtype"]; t != "" && t != "auto" {
 		return elements[t]

@@ -28,6 +28,7 @@ STABLE_ABI = sys.version_info >= (3, 11) and sys.implementation.name == "cpython
 CC = os.environ.get("LOOKASIDE_CC", "")
 STAGE = os.environ.get("LOOKASIDE_STAGE", "")
 FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
+FLAGS += ["-ffp-contract=off"]  # every build of a codec computes the same
 
 
 class StableWheel(bdist_wheel):
@@ -97,7 +98,12 @@ setup(
         Extension(
             "lookaside._native",
             sources=["lookaside/_native.c"],
-            depends=["lookaside/_copycore.h", "lookaside/_cudacore.h", "lookaside/_guard.h"],
+            depends=[
+                "lookaside/_codec.h",
+                "lookaside/_copycore.h",
+                "lookaside/_cudacore.h",
+                "lookaside/_guard.h",
+            ],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
             py_limited_api=STABLE_ABI,
             extra_compile_args=FLAGS,

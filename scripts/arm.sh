@@ -193,7 +193,7 @@ pytest_in() {
 # The sweep of the copy core, with the sanitizer that runs under emulation.
 sweep() {
 	local program=$arm/bin/native_sweep
-	"$arm/cc/gcc" -g -O1 -std=gnu11 -Wall -Wextra -Werror -fsanitize=undefined -fno-sanitize-recover=all -Ipyclient/lookaside pyclient/tests/native_sweep.c \
+	"$arm/cc/gcc" -g -O1 -std=gnu11 -Wall -Wextra -Werror -ffp-contract=off -fsanitize=undefined -fno-sanitize-recover=all -Ipyclient/lookaside pyclient/tests/native_sweep.c \
 		-o "$program" -ldl -pthread
 	emulated "$1" "$program" 20260 100
 }

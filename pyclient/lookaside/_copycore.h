@@ -5,6 +5,8 @@
  *
  * A plan describes how one page lies in the KV cache: `segments` runs of bytes, the run of
  * block b being [base + b*stride, +length), which lands at page + page_offset in the arena.
+ * With a codec (_codec.h) the block is encoded instead: page_offset is then where the run lies in the block before it is
+ * encoded, and page_bytes the size of an encoded block.
  * A copy names (block, arena address) pairs. Everything that came from outside is checked
  * by la_check before la_copy moves the first byte; la_copy itself checks nothing.
  *
@@ -23,6 +25,8 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "_codec.h"
 
 /* LA_STREAMS is the kernel with four streams that this build has; LA_TARGET goes before its functions. */
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -58,9 +62,13 @@ typedef struct {
     size_t segment_count;
     uint64_t num_blocks;
     uint64_t page_bytes;
+    uint64_t block_bytes; /* the sum of the segments' lengths */
+    la_codec codec;
+    la_element element; /* with a codec */
 } la_plan;
 
-typedef enum { LA_KERNEL_MEMCPY = 1, LA_KERNEL_AVX512 = 2, LA_KERNEL_NEON = 3 } la_kernel;
+/* For a codec, memcpy and NEON stand for plain C; for plain copies, AVX2 stands for memcpy. */
+typedef enum { LA_KERNEL_MEMCPY = 1, LA_KERNEL_AVX512 = 2, LA_KERNEL_NEON = 3, LA_KERNEL_AVX2 = 4 } la_kernel;
 
 typedef enum { LA_GATHER = 0, LA_SCATTER = 1 } la_direction;
 
@@ -217,25 +225,94 @@ static void la_copy_memcpy(const la_plan *plan, la_direction direction, const in
     }
 }
 
+/* ---- codecs ---- */
+
+/* Bytes of a group before it is encoded, at most. */
+#define LA_GROUP_BYTES (LA_GROUP * 4)
+
+static inline la_encoded la_encoded_block(const la_plan *plan, uint64_t address) {
+    const size_t elements = (size_t)plan->block_bytes / la_element_bytes(plan->element);
+    return (la_encoded){.start = (unsigned char *)(uintptr_t)address, .groups = (elements + LA_GROUP - 1) / LA_GROUP};
+}
+
+/* Whether a block could be encoded. Groups that lie in several runs go through memory of their own. */
+static int la_encode_block(const la_plan *plan, la_encode_call *encode, uint64_t block, uint64_t address) {
+    const size_t group = LA_GROUP * la_element_bytes(plan->element);
+    la_encoded to = la_encoded_block(plan, address);
+    unsigned char part[LA_GROUP_BYTES];
+    size_t held = 0;
+    for (size_t k = 0; k < plan->segment_count; k++) {
+        const la_segment *segment = &plan->segments[k];
+        const unsigned char *from = (const unsigned char *)(uintptr_t)(segment->base + block * segment->stride);
+        size_t left = (size_t)segment->length;
+        if (held > 0) {
+            const size_t take = left < group - held ? left : group - held;
+            memcpy(part + held, from, take);
+            from += take, left -= take, held += take;
+            if (held < group) continue;
+            if (!encode(&to, part, 1, plan->codec, plan->element)) return 0;
+            held = 0;
+        }
+        const size_t whole = left / group;
+        if (whole > 0 && !encode(&to, from, whole, plan->codec, plan->element)) return 0;
+        held = left - whole * group;
+        memcpy(part, from + whole * group, held);
+    }
+    if (held == 0) return 1;
+    memset(part + held, 0, group - held);
+    return encode(&to, part, 1, plan->codec, plan->element);
+}
+
+/* Whether a block could be decoded. */
+static int la_decode_block(const la_plan *plan, la_decode_call *decode, uint64_t block, uint64_t address) {
+    const size_t group = LA_GROUP * la_element_bytes(plan->element);
+    la_encoded from = la_encoded_block(plan, address);
+    unsigned char part[LA_GROUP_BYTES];
+    size_t held = 0; /* bytes of part, its last ones, that belong to the next run */
+    for (size_t k = 0; k < plan->segment_count; k++) {
+        const la_segment *segment = &plan->segments[k];
+        unsigned char *to = (unsigned char *)(uintptr_t)(segment->base + block * segment->stride);
+        size_t left = (size_t)segment->length;
+        const size_t take = left < held ? left : held;
+        memcpy(to, part + group - held, take);
+        to += take, left -= take, held -= take;
+        const size_t whole = left / group;
+        if (whole > 0 && !decode(&from, to, whole, plan->codec, plan->element)) return 0;
+        to += whole * group, left -= whole * group;
+        if (left == 0) continue;
+        if (!decode(&from, part, 1, plan->codec, plan->element)) return 0;
+        memcpy(to, part, left);
+        held = group - left;
+    }
+    return 1;
+}
+
 #if defined(__x86_64__) && defined(LA_STREAMS)
-/* Returns whether the processor has AVX512F and the kernel keeps its registers. The compiler's own
-   __builtin_cpu_supports needs a variable that not every compiler's library has. The result is
-   kept: in a virtual machine the instruction that asks takes microseconds. */
-static int la_avx512(void) {
-    static int kept; /* 0 not known, 1 no, 2 yes; threads that write it together write the same */
+typedef struct {
+    int avx2, avx512, avx512_codecs;
+} la_features;
+
+/* What the processor has and the kernel keeps the registers of: AVX2, AVX512F, and what the codecs use beside it. The
+   compiler's own __builtin_cpu_supports needs a variable that not every compiler's library has. The result is kept: in a
+   virtual machine the instruction that asks takes microseconds. */
+static la_features la_have(void) {
+    static int kept; /* bits of the features, and 8: known; threads that write it together write the same */
     int known = __atomic_load_n(&kept, __ATOMIC_RELAXED);
     if (known == 0) {
-        const unsigned registers = 0xe6; /* of SSE, AVX and AVX512 in XCR0 */
+        const unsigned registers = 0xe6, shorter = 0x6; /* of SSE, AVX and AVX512 in XCR0 */
+        const unsigned more = bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
         unsigned a, b, c, d, low = 0, high = 0;
-        known = 1;
+        known = 8;
         if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE)) {
+            const int half = (c & bit_F16C) != 0;
             __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-            if ((low & registers) == registers && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX512F))
-                known = 2;
+            if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) b = 0;
+            if ((low & shorter) == shorter && (b & bit_AVX2) && half) known |= 1;
+            if ((low & registers) == registers && (b & bit_AVX512F)) known |= (b & more) == more ? 6 : 2;
         }
         __atomic_store_n(&kept, known, __ATOMIC_RELAXED);
     }
-    return known == 2;
+    return (la_features){.avx2 = known & 1, .avx512 = known >> 1 & 1, .avx512_codecs = known >> 2 & 1};
 }
 #endif
 
@@ -243,31 +320,61 @@ static int la_avx512(void) {
 static inline int la_kernel_usable(la_kernel kernel) {
     if (kernel == LA_KERNEL_MEMCPY) return 1;
 #if defined(__x86_64__) && defined(LA_STREAMS)
-    if (kernel == LA_STREAMS) {
-        return la_avx512();
-    }
+    if (kernel == LA_KERNEL_AVX512) return la_have().avx512;
+    if (kernel == LA_KERNEL_AVX2) return la_have().avx2;
 #elif defined(LA_STREAMS)
     if (kernel == LA_STREAMS) return 1; /* every arm64 processor that runs Linux has NEON */
 #endif
     return 0;
 }
 
-/* The kernel to copy with where nobody asks for another: memcpy, unless one was measured to be faster. */
+/* The kernel to copy with where nobody asks for another: plain copies are by memcpy, unless one was measured to be faster. */
 static inline la_kernel la_kernel_default(void) {
-    return la_kernel_usable(LA_KERNEL_AVX512) ? LA_KERNEL_AVX512 : LA_KERNEL_MEMCPY;
+    return la_kernel_usable(LA_KERNEL_AVX512) ? LA_KERNEL_AVX512
+           : la_kernel_usable(LA_KERNEL_AVX2) ? LA_KERNEL_AVX2
+                                              : LA_KERNEL_MEMCPY;
 }
 
-/* Copies checked pairs with a usable kernel. Safe from several threads on different pairs. */
-static inline void la_copy(const la_plan *plan, la_kernel kernel, la_direction direction, const int64_t *blocks,
-                           const uint64_t *addresses, size_t count) {
+/* Copies by the plan's codec. Sets failed[i] to 1 where it cannot encode or decode pair i; returns how many these are. */
+static size_t la_copy_coded(const la_plan *plan, la_kernel kernel, la_direction direction, const int64_t *blocks,
+                            const uint64_t *addresses, size_t count, unsigned char *failed) {
+    la_encode_call *encode = la_encode_plain;
+    la_decode_call *decode = la_decode_plain;
+#ifdef LA_CODEC_SETS
+    if (kernel == LA_KERNEL_AVX512 && la_have().avx512_codecs)
+        encode = la_encode_avx512, decode = la_decode_avx512;
+    else if (kernel != LA_KERNEL_MEMCPY && la_have().avx2)
+        encode = la_encode_avx2, decode = la_decode_avx2;
+#endif
+    (void)kernel;
+    size_t failures = 0;
+    for (size_t i = 0; i < count; i++) {
+        const int done = direction == LA_GATHER ? la_encode_block(plan, encode, (uint64_t)blocks[i], addresses[i])
+                                                : la_decode_block(plan, decode, (uint64_t)blocks[i], addresses[i]);
+        if (done) continue;
+        failed[i] = 1;
+        failures++;
+    }
+    return failures;
+}
+
+/*
+ * Copies checked pairs with a usable kernel. Safe from several threads on different pairs. Returns how many pairs the plan's
+ * codec could not encode or decode, and sets their bytes of failed, count zeros, to 1. Without a codec there are none, and
+ * failed is not used.
+ */
+static inline size_t la_copy(const la_plan *plan, la_kernel kernel, la_direction direction, const int64_t *blocks,
+                             const uint64_t *addresses, size_t count, unsigned char *failed) {
+    if (plan->codec != LA_PLAIN) return la_copy_coded(plan, kernel, direction, blocks, addresses, count, failed);
 #ifdef LA_STREAMS
     if (kernel == LA_STREAMS) {
         la_copy_streams(plan, direction, blocks, addresses, count);
-        return;
+        return 0;
     }
 #endif
     (void)kernel;
     la_copy_memcpy(plan, direction, blocks, addresses, count);
+    return 0;
 }
 
 #endif

@@ -74,12 +74,13 @@ static inline int la_guard_install(void) {
 }
 
 /*
- * la_copy, or 1 if it met a bus error, at *fault (0: not known); which pairs were copied before is not known then. The handler
- * must be installed. Costs some tens of nanoseconds, once for all pairs: neither the jump's target nor its way out asks the
+ * la_copy, or 1 if it met a bus error, at *fault (0: not known); which pairs were copied before is not known then. *failures is
+ * what la_copy returned. The handler must be installed. Costs some tens of nanoseconds, once for all pairs: neither the jump's target nor its way out asks the
  * kernel for anything.
  */
 static inline int la_copy_guarded(const la_plan *plan, la_kernel kernel, la_direction direction, const int64_t *blocks,
-                                  const uint64_t *addresses, size_t count, uint64_t *fault) {
+                                  const uint64_t *addresses, size_t count, unsigned char *failed, size_t *failures,
+                                  uint64_t *fault) {
     la_guard guard = {.address = 0};
 #if defined(__x86_64__)
     /* A signal's handler begins with the default rounding and denormal modes, and a jump out of it would keep them. */
@@ -99,7 +100,7 @@ static inline int la_copy_guarded(const la_plan *plan, la_kernel kernel, la_dire
         return 1;
     }
     (void)pthread_setspecific(la_guard_key, &guard); /* fails for want of memory alone: then the copy is unguarded */
-    la_copy(plan, kernel, direction, blocks, addresses, count);
+    *failures = la_copy(plan, kernel, direction, blocks, addresses, count, failed);
     pthread_setspecific(la_guard_key, NULL);
     return 0;
 }

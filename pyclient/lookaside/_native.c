@@ -79,7 +79,6 @@ static int pairs_take(pairs *out, PyObject *blocks, PyObject *addresses) {
 typedef struct {
     PyObject_HEAD
     la_plan plan;
-    uint64_t payload_bytes; /* of a page: the sum of its segments */
     /* Attached regions, in two parallel arrays; read and written with the GIL held. */
     la_span *regions;
     uint64_t *region_ids;
@@ -128,6 +127,8 @@ static const char *plan_fault(const la_plan *plan, const la_span *spans, size_t 
     *segment = 0;
     if (plan->num_blocks == 0 || plan->num_blocks > INT64_MAX) return "num_blocks out of range";
     if (plan->segment_count == 0) return "no segments";
+    if (plan->codec != LA_PLAIN && !la_codec_takes(plan->codec, plan->element)) return "the codec has no form of such elements";
+    uint64_t room = plan->codec == LA_PLAIN ? plan->page_bytes : UINT64_MAX;
     for (size_t i = 0; i < span_count; i++)
         if (spans[i].start + spans[i].size < spans[i].start) return "a span wraps around the address space";
     for (size_t i = 0; i < plan->segment_count; i++) {
@@ -136,20 +137,26 @@ static const char *plan_fault(const la_plan *plan, const la_span *spans, size_t 
         if (s->length == 0) return "length is 0";
         if (s->stride < s->length && plan->num_blocks > 1) return "blocks overlap: stride below length";
         if (s->page_offset < end) return "page_offset overlaps the segment before";
-        if (__builtin_add_overflow(s->page_offset, s->length, &end) || end > plan->page_bytes)
-            return "reaches beyond page_bytes";
+        if (plan->codec != LA_PLAIN && (s->page_offset != end || s->length % la_element_bytes(plan->element) != 0))
+            return "to be encoded, runs must be whole elements, one after another";
+        if (__builtin_add_overflow(s->page_offset, s->length, &end) || end > room) return "reaches beyond page_bytes";
         if (!la_segment_inside(s, plan->num_blocks, spans, span_count)) return "reaches beyond the KV cache";
     }
-    return NULL;
+    if (plan->codec == LA_PLAIN) return NULL;
+    uint64_t encoded = la_encoded_bytes(plan->codec, plan->element, end);
+    return encoded == 0 || encoded > plan->page_bytes ? "an encoded block is larger than page_bytes" : NULL;
 }
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"segments", "num_blocks", "page_bytes", "spans", NULL};
+    static char *names[] = {"segments", "num_blocks", "page_bytes", "spans", "codec", "element", NULL};
     PyObject *segments, *spans;
     unsigned long long num_blocks, page_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OKKO:Plan", names, &segments, &num_blocks, &page_bytes, &spans))
+    int codec = LA_PLAIN, element = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OKKO|ii:Plan", names, &segments, &num_blocks, &page_bytes, &spans,
+                                     &codec, &element))
         return NULL;
-    la_plan plan = {.num_blocks = num_blocks, .page_bytes = page_bytes};
+    la_plan plan = {
+        .num_blocks = num_blocks, .page_bytes = page_bytes, .codec = (la_codec)codec, .element = (la_element)element};
     size_t span_count = 0, fault_at = 0;
     plan.segments = (la_segment *)take_rows(segments, 4, &plan.segment_count, "segments");
     if (plan.segments == NULL) return NULL;
@@ -171,8 +178,8 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *keywords
         PyMem_Free(plan.segments);
         return NULL;
     }
+    for (size_t i = 0; i < plan.segment_count; i++) plan.block_bytes += plan.segments[i].length;
     self->plan = plan;
-    for (size_t i = 0; i < plan.segment_count; i++) self->payload_bytes += plan.segments[i].length;
     return (PyObject *)self;
 }
 
@@ -255,13 +262,32 @@ static PyObject *bus_error(uint64_t address) {
     return NULL;
 }
 
+/* Tells which of the pairs failed: in a writable buffer of a byte for each, if there is one, else by an error. */
+static int tell_failed(PyObject *told, const unsigned char *failed, size_t count, size_t failures, la_direction direction) {
+    if (told == Py_None) {
+        if (failures == 0) return 0;
+        PyErr_Format(PyExc_ValueError, "%zu of %zu pages cannot be %s", failures, count,
+                     direction == LA_GATHER ? "encoded" : "decoded");
+        return -1;
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(told, &view, PyBUF_WRITABLE) < 0) return -1;
+    int right = (size_t)view.len == count;
+    if (right)
+        memcpy(view.buf, failed, count);
+    else
+        PyErr_Format(PyExc_ValueError, "failed must be %zu writable bytes", count);
+    PyBuffer_Release(&view);
+    return right ? 0 : -1;
+}
+
 static PyObject *plan_copy(PyObject *object, PyObject *args, PyObject *keywords, la_direction direction) {
-    static char *names[] = {"blocks", "addresses", "kernel", NULL};
+    static char *names[] = {"blocks", "addresses", "kernel", "failed", NULL};
     PlanObject *self = (PlanObject *)object;
-    PyObject *blocks, *addresses;
+    PyObject *blocks, *addresses, *told = Py_None;
     int kernel = la_kernel_default();
     pairs p;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO|i", names, &blocks, &addresses, &kernel)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO|iO", names, &blocks, &addresses, &kernel, &told)) return NULL;
     if (!la_kernel_usable((la_kernel)kernel)) return PyErr_Format(PyExc_ValueError, "kernel %d cannot run here", kernel);
     if (pairs_take(&p, blocks, addresses) < 0) return NULL;
     if (plan_check_pairs(self, &p) < 0) {
@@ -272,15 +298,24 @@ static PyObject *plan_copy(PyObject *object, PyObject *args, PyObject *keywords,
         pairs_free(&p);
         return PyLong_FromLong(0);
     }
+    unsigned char *failed = PyMem_Calloc(p.count, 1);
+    if (failed == NULL) {
+        pairs_free(&p);
+        return PyErr_NoMemory();
+    }
     int faulted;
+    size_t failures = 0;
     uint64_t fault = 0;
     Py_BEGIN_ALLOW_THREADS
-    faulted = la_copy_guarded(&self->plan, (la_kernel)kernel, direction, p.blocks, p.addresses, p.count, &fault);
+    faulted = la_copy_guarded(&self->plan, (la_kernel)kernel, direction, p.blocks, p.addresses, p.count, failed, &failures,
+                              &fault);
     Py_END_ALLOW_THREADS
-    unsigned long long bytes = (unsigned long long)p.count * self->payload_bytes;
+    unsigned long long bytes = (unsigned long long)(p.count - failures) * self->plan.block_bytes;
+    int status = faulted ? 0 : tell_failed(told, failed, p.count, failures, direction);
+    PyMem_Free(failed);
     pairs_free(&p);
     if (faulted) return bus_error(fault);
-    return PyLong_FromUnsignedLongLong(bytes);
+    return status < 0 ? NULL : PyLong_FromUnsignedLongLong(bytes);
 }
 
 static PyObject *plan_gather(PyObject *self, PyObject *args, PyObject *keywords) {
@@ -293,7 +328,7 @@ static PyObject *plan_scatter(PyObject *self, PyObject *args, PyObject *keywords
 
 static PyObject *plan_get_payload(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLongLong(((PlanObject *)self)->payload_bytes);
+    return PyLong_FromUnsignedLongLong(((PlanObject *)self)->plan.block_bytes);
 }
 
 static PyMethodDef plan_methods[] = {
@@ -302,14 +337,16 @@ static PyMethodDef plan_methods[] = {
      "detach(region_id) -> bool: refuse copies from now on; those under way go on. False if it was not attached."},
     {"check", plan_check, METH_VARARGS, "check(blocks, addresses): raise ValueError as gather and scatter would."},
     {"gather", (PyCFunction)(void (*)(void))plan_gather, METH_VARARGS | METH_KEYWORDS,
-     "gather(blocks, addresses, kernel=DEFAULT) -> bytes: copy KV-cache blocks to arena addresses."},
+     "gather(blocks, addresses, kernel=DEFAULT, failed=None) -> bytes: copy KV-cache blocks to arena addresses. Blocks that the\n"
+     "codec cannot encode are set to 1 in failed, a writable byte for each; without it they raise ValueError."},
     {"scatter", (PyCFunction)(void (*)(void))plan_scatter, METH_VARARGS | METH_KEYWORDS,
-     "scatter(blocks, addresses, kernel=DEFAULT) -> bytes: copy arena addresses to KV-cache blocks."},
+     "scatter(blocks, addresses, kernel=DEFAULT, failed=None) -> bytes: copy arena addresses to KV-cache blocks. Those that the\n"
+     "codec cannot decode are told as by gather; what their blocks hold then is not known."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef plan_properties[] = {
-    {"payload_bytes", plan_get_payload, NULL, "Bytes that one page really moves.", NULL},
+    {"payload_bytes", plan_get_payload, NULL, "Bytes that one page moves in the KV cache.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -318,7 +355,8 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_methods, plan_methods},
     {Py_tp_getset, plan_properties},
-    {Py_tp_doc, "Plan(segments, num_blocks, page_bytes, spans): how pages lie in a KV cache."},
+    {Py_tp_doc, "Plan(segments, num_blocks, page_bytes, spans, codec=PLAIN, element=0): how pages lie in a KV cache. With a codec,\n"
+                 "page_bytes is the size of an encoded page; element is the type of its elements."},
     {0, NULL},
 };
 
@@ -489,6 +527,8 @@ static PyObject *cuda_copy(PyObject *object, PyObject *args, la_direction direct
     unsigned long long stream;
     pairs p;
     if (!PyArg_ParseTuple(args, "O!KOO", plan_type, &plan, &stream, &blocks, &addresses)) return NULL;
+    if (((PlanObject *)plan)->plan.codec != LA_PLAIN)
+        return PyErr_Format(PyExc_ValueError, "a GPU's driver copies pages as they are: the plan has a codec");
     if (pairs_take(&p, blocks, addresses) < 0) return NULL;
     if (plan_check_pairs((PlanObject *)plan, &p) < 0) {
         pairs_free(&p);
@@ -498,7 +538,7 @@ static PyObject *cuda_copy(PyObject *object, PyObject *args, la_direction direct
     CUDA_CALL(self, NULL,
               la_cuda_copy(&self->cuda, &self->batched, &((PlanObject *)plan)->plan, direction, p.blocks, p.addresses,
                            p.count, (void *)(uintptr_t)stream, &step))
-    unsigned long long bytes = (unsigned long long)p.count * ((PlanObject *)plan)->payload_bytes;
+    unsigned long long bytes = (unsigned long long)p.count * ((PlanObject *)plan)->plan.block_bytes;
     pairs_free(&p);
     if (result != 0) return cuda_failed(self, call != NULL ? call : step, result);
     return PyLong_FromUnsignedLongLong(bytes);
@@ -547,6 +587,19 @@ static PyObject *usable(PyObject *module, PyObject *args) {
     (void)module;
     if (!PyArg_ParseTuple(args, "i:usable", &kernel)) return NULL;
     return PyBool_FromLong(la_kernel_usable((la_kernel)kernel));
+}
+
+static PyObject *encoded_bytes(PyObject *module, PyObject *args) {
+    int codec, element;
+    unsigned long long block_bytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iiK:encoded_bytes", &codec, &element, &block_bytes)) return NULL;
+    uint64_t bytes = 0;
+    if (la_codec_takes((la_codec)codec, (la_element)element))
+        bytes = la_encoded_bytes((la_codec)codec, (la_element)element, block_bytes);
+    if (bytes == 0)
+        return PyErr_Format(PyExc_ValueError, "codec %d has no form of %llu bytes of elements %d", codec, block_bytes, element);
+    return PyLong_FromUnsignedLongLong(bytes);
 }
 
 /* Waits until one of the descriptors is readable, or has an error. */
@@ -624,6 +677,8 @@ static PyMethodDef module_methods[] = {
      "send_packets(fd, packets) -> int: send bytes, each as a packet, in one system call and without waiting; how many were taken."},
     {"wait_readable", wait_readable, METH_VARARGS,
      "wait_readable(fds, timeout_us) -> bool: wait, without the GIL, until one of the descriptors is readable."},
+    {"encoded_bytes", encoded_bytes, METH_VARARGS,
+     "encoded_bytes(codec, element, block_bytes) -> the size of an encoded block; ValueError if there is no form of it."},
     {"usable", usable, METH_VARARGS, "usable(kernel) -> bool: whether this CPU can run the copy kernel."},
     {NULL, NULL, 0, NULL},
 };
@@ -654,6 +709,12 @@ PyMODINIT_FUNC PyInit__native(void) {
         PyModule_AddIntConstant(module, "MEMCPY", LA_KERNEL_MEMCPY) < 0 ||
         PyModule_AddIntConstant(module, "AVX512", LA_KERNEL_AVX512) < 0 ||
         PyModule_AddIntConstant(module, "NEON", LA_KERNEL_NEON) < 0 ||
+        PyModule_AddIntConstant(module, "AVX2", LA_KERNEL_AVX2) < 0 ||
+        PyModule_AddIntConstant(module, "PLAIN", LA_PLAIN) < 0 || PyModule_AddIntConstant(module, "INT8", LA_INT8) < 0 ||
+        PyModule_AddIntConstant(module, "FP8", LA_FP8) < 0 || PyModule_AddIntConstant(module, "LOSSLESS", LA_LOSSLESS) < 0 ||
+        PyModule_AddIntConstant(module, "BFLOAT16", LA_BFLOAT16) < 0 ||
+        PyModule_AddIntConstant(module, "FLOAT16", LA_FLOAT16) < 0 ||
+        PyModule_AddIntConstant(module, "FLOAT32", LA_FLOAT32) < 0 ||
         PyModule_AddIntConstant(module, "DEFAULT", la_kernel_default()) < 0) {
         Py_XDECREF(cuda_type);
         Py_DECREF(module);

@@ -9,9 +9,20 @@ from typing import Any, final
 MEMCPY: int
 AVX512: int
 NEON: int
+AVX2: int
 DEFAULT: int
 
+# Codecs, and the elements that they take.
+PLAIN: int
+INT8: int
+FP8: int
+LOSSLESS: int
+BFLOAT16: int
+FLOAT16: int
+FLOAT32: int
+
 def usable(kernel: int, /) -> bool: ...
+def encoded_bytes(codec: int, element: int, block_bytes: int, /) -> int: ...
 
 class BusError(RuntimeError):
     """args: (message, address); see _guard.h."""
@@ -24,6 +35,8 @@ class Plan:
         num_blocks: int,
         page_bytes: int,
         spans: Sequence[Sequence[int]],
+        codec: int = ...,
+        element: int = ...,
     ) -> Plan: ...
     @property
     def payload_bytes(self) -> int: ...
@@ -31,8 +44,9 @@ class Plan:
     def detach(self, region_id: int, /) -> bool: ...
     # Arrays: one-dimensional, contiguous; blocks int64, addresses uint64.
     def check(self, blocks: Any, addresses: Any, /) -> None: ...
-    def gather(self, blocks: Any, addresses: Any, kernel: int = ...) -> int: ...
-    def scatter(self, blocks: Any, addresses: Any, kernel: int = ...) -> int: ...
+    # failed: a writable buffer of a byte for each page, or None.
+    def gather(self, blocks: Any, addresses: Any, kernel: int = ..., failed: Any = ...) -> int: ...
+    def scatter(self, blocks: Any, addresses: Any, kernel: int = ..., failed: Any = ...) -> int: ...
 
 @final
 class Cuda:

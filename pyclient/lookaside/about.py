@@ -26,6 +26,7 @@ _VALUE_BYTES = 512
 _TOLD = frozenset({
     "autostart",
     "chunk_tokens",
+    "compress",
     "handover_timeout_ms",
     "load_in_step_ms",
     "load_in_step_share",

@@ -76,6 +76,8 @@ class Config:
     chunk_tokens: int = 256
     """Tokens stored and moved as one unit; adjusted down to a multiple of the block, at least one
     block."""
+    compress: str = "none"
+    """How pages are encoded in the arena: "none", "fp8", "int8" or "lossless"."""
     tenant: str = ""
     """The tenant of requests that name none; empty: nobody."""
     save_decode: bool = True
@@ -177,6 +179,13 @@ def _tenant(value: object) -> str:
         return hints.tenant(value) if value != "" else ""
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _compress(value: object) -> str:
+    names = ("none", "fp8", "int8", "lossless")
+    if value not in names:
+        raise ConfigError(f"{value!r} is none of {', '.join(names)}")
+    return str(value)
 
 
 def _boolean(value: object) -> bool:
@@ -327,6 +336,15 @@ SETTINGS: dict[str, Setting] = {
         "256",
         "Tokens stored and moved as one unit. Not a multiple of vLLM's block: adjusted down, to "
         "at least one block, with a warning. Instances that share must agree on it.",
+    ),
+    "compress": Setting(
+        _compress,
+        "none, fp8, int8 or lossless",
+        "none",
+        "How pages are kept: as they are, or encoded by the copies, so that the arena and all "
+        "tiers hold more of them. `fp8` and `int8` round. For a KV cache in host memory; "
+        "elsewhere a warning says that pages are kept as they are. Instances that share must "
+        "agree on it. See [compression.md](compression.md).",
     ),
     "tenant": Setting(
         _tenant,

@@ -6,6 +6,9 @@ Nothing here raises for a copy that cannot be made: its ticket has an error, so 
 costs one page and never the engine. A copy by the CPU has an error, too, if it meets memory that is
 not there any more, because a device has gone or a page of it is bad.
 
+Where the layout has an encoding, the copies encode and decode (encoding.py). A page that the codec
+cannot keep is named by the gather's ticket.
+
 On the CPU a gather is over when it returns (its blocks may be rewritten by the next step), a
 scatter runs on a small pool while the engine computes. On CUDA both are queued on streams of their
 own; see cuda.py.
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,8 +29,8 @@ import numpy as np
 from lookaside import _native
 from lookaside.layout import PageLayout, Segment
 
-# Forces a copy kernel: "memcpy", "avx512" or "neon". Meant for tests and for telling a slow machine
-# from a slow kernel.
+# Forces a copy kernel: "memcpy", "avx2", "avx512" or "neon". Meant for tests and for telling a slow
+# machine from a slow kernel.
 KERNEL_ENV = "LOOKASIDE_COPY_KERNEL"
 
 # One thread copies at some 12 GB/s here and two at 21 (the memory's limit); more would only take
@@ -34,6 +38,7 @@ KERNEL_ENV = "LOOKASIDE_COPY_KERNEL"
 POOL_THREADS = 2
 # Copies smaller than this are not worth handing half of to another thread (about 0.3 ms).
 SPLIT_BYTES = 4 << 20
+_NO_ROWS = np.zeros(0, np.int64)
 # Stands for a block of a page that is not to be copied. Not 0, vLLM's null block: that one exists.
 ABSENT = -1
 
@@ -45,6 +50,7 @@ class Ticket:
         self._over = threading.Event()
         self._error: str | None = None
         self._faults: tuple[int, ...] = ()
+        self._unfit: tuple[int, ...] = ()
 
     def done(self) -> bool:
         """Report whether no byte of the copy will move any more. Never blocks."""
@@ -67,8 +73,15 @@ class Ticket:
         """Addresses at which a copy that is done found no memory: they will fail again."""
         return self._faults
 
-    def _finish(self, error: str | None, faults: tuple[int, ...] = ()) -> None:
-        self._error, self._faults = error, faults
+    @property
+    def unfit(self) -> tuple[int, ...]:
+        """Rows of a gather that is done whose pages its codec cannot keep: nothing was copied."""
+        return self._unfit
+
+    def _finish(
+        self, error: str | None, faults: tuple[int, ...] = (), unfit: tuple[int, ...] = ()
+    ) -> None:
+        self._error, self._faults, self._unfit = error, faults, unfit
         self._over.set()
 
 
@@ -101,6 +114,10 @@ class AllOf(Ticket):
     @property
     def faults(self) -> tuple[int, ...]:
         return tuple(fault for part in self._parts for fault in part.faults)
+
+    @property
+    def unfit(self) -> tuple[int, ...]:
+        return tuple(row for part in self._parts for row in part.unfit)
 
 
 class InFlight:
@@ -181,6 +198,8 @@ class Piece(NamedTuple):
     plan: _native.Plan
     blocks: np.ndarray
     addresses: np.ndarray
+    rows: np.ndarray
+    """The row of each block in what was asked for; empty where nothing is encoded."""
 
 
 class Plans:
@@ -190,6 +209,10 @@ class Plans:
     def __init__(self, layout: PageLayout) -> None:
         """Raise ValueError if the layout does not lie within its spans."""
         self._columns = len(layout.column_bytes)
+        self.encoding = layout.encoding
+        codec, element = self.encoding or (_native.PLAIN, 0)
+        # Where each block lies in a page of the arena, if it is encoded.
+        offsets = list(accumulate(layout.encoded_bytes, initial=0))
         alike: dict[
             tuple[Segment, ...], list[tuple[int, int]]
         ] = {}  # segments of a block -> (column, page offset)
@@ -197,16 +220,20 @@ class Plans:
             segments = [s for s in layout.segments if s.column == column]
             begin = segments[0].page_offset
             block = tuple(s._replace(page_offset=s.page_offset - begin, column=0) for s in segments)
-            alike.setdefault(block, []).append((column, begin))
+            where = begin if layout.encoding is None else offsets[column]
+            alike.setdefault(block, []).append((column, where))
         # A page of one block has its own length, which may be more than its bytes.
         whole = layout.page_bytes if self._columns == 1 else 0
+        sizes = layout.column_bytes
         self._plans = [
             (
                 _native.Plan(
                     [s[:4] for s in block],
                     layout.num_blocks,
-                    whole or sum(s.length for s in block),
+                    whole or sizes[columns[0][0]],
                     layout.spans,
+                    codec,
+                    element,
                 ),
                 columns,
             )
@@ -240,11 +267,19 @@ class Plans:
         for plan, columns in self._plans:
             ids: list[np.ndarray] = []
             where: list[np.ndarray] = []
+            rows: list[np.ndarray] = []
             for column, offset in columns:
                 there = blocks[:, column] != ABSENT
                 ids.append(blocks[there, column])
                 where.append(addresses[there] + np.uint64(offset))
-            piece = Piece(plan, np.concatenate(ids), np.concatenate(where))
+                if self.encoding is not None:
+                    rows.append(np.flatnonzero(there))
+            piece = Piece(
+                plan,
+                np.concatenate(ids),
+                np.concatenate(where),
+                np.concatenate(rows) if rows else _NO_ROWS,
+            )
             plan.check(piece.blocks, piece.addresses)
             found.append(piece)
         return found
@@ -256,7 +291,8 @@ def copy_kernel() -> int:
     forced = os.environ.get(KERNEL_ENV, "")
     if not forced:
         return _native.DEFAULT
-    kernels = {"memcpy": _native.MEMCPY, "avx512": _native.AVX512, "neon": _native.NEON}
+    kernels = {"memcpy": _native.MEMCPY, "avx2": _native.AVX2}
+    kernels |= {"avx512": _native.AVX512, "neon": _native.NEON}
     kernel = kernels.get(forced)
     if kernel is None or not _native.usable(kernel):
         usable = ", ".join(repr(k) for k, number in kernels.items() if _native.usable(number))
@@ -318,9 +354,9 @@ class CpuCopies:
         shares: list[tuple[Ticket, list[Piece]]] = []
         for i in range(count):
             part: list[Piece] = []
-            for plan, ids, where in pieces:
+            for plan, ids, where, rows in pieces:
                 of = slice(len(ids) * i // count, len(ids) * (i + 1) // count)
-                part.append(Piece(plan, ids[of], where[of]))
+                part.append(Piece(plan, ids[of], where[of], rows[of]))
             shares.append((Ticket(), part))
         whole = AllOf([ticket for ticket, _ in shares])
         self._inflight.add(whole)
@@ -344,16 +380,24 @@ class CpuCopies:
     def _run(self, copy: Callable[..., Any], ticket: Ticket, pieces: list[Piece]) -> None:
         error: str | None = "copy interrupted"
         faults: tuple[int, ...] = ()
+        unfit: list[int] = []
         try:
-            for plan, blocks, addresses in pieces:
-                copy(plan, blocks, addresses, kernel=self._kernel)
+            for plan, blocks, addresses, rows in pieces:
+                if self._plans.encoding is None:
+                    copy(plan, blocks, addresses, kernel=self._kernel)
+                    continue
+                failed = np.zeros(len(blocks), np.uint8)
+                copy(plan, blocks, addresses, kernel=self._kernel, failed=failed)
+                unfit += rows[failed != 0].tolist()
             error = None
+            if unfit and copy is _native.Plan.scatter:
+                error = f"{len(unfit)} pages of the arena cannot be decoded"
         except _native.BusError as fault:
             error, faults = fault.args[0], (fault.args[1],)
         except Exception as fault:
             error = f"{type(fault).__name__}: {fault}"
         finally:
-            ticket._finish(error, faults)
+            ticket._finish(error, faults, tuple(unfit))
 
 
 def use_all_cores() -> None:

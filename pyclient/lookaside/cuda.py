@@ -245,7 +245,7 @@ class CudaCopies:
         try:
             event = self._driver.event()
             self._driver.wait(job.stream, job.after.event)
-            for plan, blocks, addresses in job.pieces:
+            for plan, blocks, addresses, _ in job.pieces:
                 job.copy(plan, job.stream, blocks, addresses)
         except Exception as fault:
             failure = f"{type(fault).__name__}: {fault}"

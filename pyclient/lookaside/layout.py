@@ -69,6 +69,13 @@ class Segment(NamedTuple):
     column: int = 0  # which of a page's blocks it is of
 
 
+class Encoding(NamedTuple):
+    """How pages are encoded in the arena (encoding.py)."""
+
+    codec: int  # _native.INT8 and its like
+    element: int  # _native.BFLOAT16 and its like
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """How one rank's pages lie in its KV cache.
@@ -77,7 +84,7 @@ class PageLayout:
     """
 
     segments: tuple[Segment, ...]  # by column, and by page_offset within it
-    page_bytes: int
+    page_bytes: int  # in the arena
     num_blocks: int
     page_tokens: int
     spans: tuple[tuple[int, int], ...]  # (address, size) of the allocations that hold the KV cache
@@ -85,9 +92,17 @@ class PageLayout:
     description: dict[str, str] = field(default_factory=dict)
     states: int = 0  # so many of the columns, the last ones, are states: each is alone in its page
 
+    encoding: Encoding | None = None  # None: pages lie in the arena as they are in the KV cache
+    encoded_bytes: tuple[int, ...] = ()  # of each of a page's blocks, which follow one another
+
     @property
     def column_bytes(self) -> tuple[int, ...]:
-        """The bytes of each of a page's blocks.
+        """The bytes that each of a page's blocks has in the arena."""
+        return self.encoded_bytes if self.encoding is not None else self.block_bytes
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """The bytes that each of a page's blocks has in the KV cache.
 
         The blocks follow one another in the page, except those of states.
         """

@@ -43,6 +43,7 @@ COUNTERS: dict[str, str] = {
     "save_failures": "Saves that a rank could not carry out.",
     "save_bytes": "Bytes copied from the KV cache into the arena.",
     "shed_pages": "Pages that the sidecar had no room for.",
+    "unfit_pages": "Pages that lookaside.compress cannot encode, which are not stored.",
     "regions_mapped": "Regions of the sidecar's arena that a worker mapped, and pinned for a GPU.",
     "regions_kept": "Regions that it had mapped already, in an earlier session.",
     "mapped_bytes": "Bytes of the regions that were mapped.",

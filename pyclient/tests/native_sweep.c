@@ -3,7 +3,7 @@
  *
  * Every round makes a random plan (segments of any length and alignment) over memory allocated to the byte, gathers and
  * scatters random blocks with each kernel that runs here and through a pretended GPU, and compares with a copy made byte
- * by byte. The checks are compared with the same question asked in 128-bit arithmetic. And threads copy from and to a file
+ * by byte. All kernels encode and decode random numbers and random bytes alike. The checks are compared with the same question asked in 128-bit arithmetic. And threads copy from and to a file
  * that is cut short. Prints what differed and exits 1.
  */
 #define _GNU_SOURCE
@@ -121,7 +121,7 @@ static void copy_round(void) {
             }
         }
         if (way < 4) {
-            la_copy(&plan, kernel, direction, blocks, addresses, count);
+            if (la_copy(&plan, kernel, direction, blocks, addresses, count, NULL) != 0) fail("no codec failed", way, count);
         } else {
             int batched = way < 6;
             const char *call = NULL;
@@ -133,6 +133,89 @@ static void copy_round(void) {
         if (memcmp(arena, expected_arena, arena_bytes) != 0) fail("arena differs", (uint64_t)way, count);
     }
     free(cache), free(arena), free(expected_cache), free(expected_arena), free(blocks), free(addresses);
+}
+
+/* Numbers as they come, of many magnitudes, of one with zeros, infinities and NaNs now and then; or any bits. */
+static void fill_numbers(unsigned char *p, size_t n, la_element element, uint64_t kind) {
+    const size_t size = la_element_bytes(element);
+    fill(p, n);
+    if (kind == 3) return;
+    for (size_t i = 0; i + size <= n; i += size) {
+        float value = (float)(int64_t)draw() / 9.3e18f;
+        if (kind == 1) value *= la_float((uint32_t)below(255) << 23);
+        if (kind == 2 && below(300) == 0) value = la_float(below(2) ? 0x7f800000u : 0xffc00001u);
+        if (below(50) == 0) value = 0;
+        const uint32_t bits = la_bits(value);
+        const uint16_t half = (uint16_t)(element == LA_FLOAT16 ? la_to_half(value) : bits >> 16);
+        memcpy(p + i, size == 4 ? (const void *)&bits : (const void *)&half, size);
+    }
+}
+
+/* All kernels encode to the same bytes and decode to the same numbers, or refuse alike, and touch nothing else. */
+static void codec_round(void) {
+    const la_codec codec = (la_codec)(1 + below(3));
+    const la_element element = (la_element)(1 + below(3));
+    if (!la_codec_takes(codec, element)) return;
+    const size_t size = la_element_bytes(element);
+    la_segment segments[5];
+    la_plan plan = {.segments = segments, .segment_count = 1 + below(5), .num_blocks = 2, .codec = codec, .element = element};
+    size_t cache_bytes = below(64);
+    for (size_t k = 0; k < plan.segment_count; k++) {
+        /* Runs shorter than a group, of some, and of whole groups. */
+        const uint64_t length = size * (below(2) ? 1 + below(below(2) ? 40 : 900) : LA_GROUP * (1 + below(6)));
+        segments[k] = (la_segment){cache_bytes, length + below(2) * below(200), length, plan.block_bytes};
+        cache_bytes += 2 * segments[k].stride + below(70);
+        plan.block_bytes += length;
+    }
+    plan.page_bytes = la_encoded_bytes(codec, element, plan.block_bytes);
+    unsigned char *cache = malloc(cache_bytes + 1), *from = malloc(cache_bytes + 1), *first = malloc(cache_bytes + 1);
+    unsigned char *arena = malloc(plan.page_bytes), *encoded = malloc(plan.page_bytes);
+    for (size_t k = 0; k < plan.segment_count; k++) segments[k].base += (uintptr_t)cache;
+    const int64_t block = (int64_t)below(2);
+    const uint64_t address = (uintptr_t)arena;
+    const la_kernel kernels[] = {LA_KERNEL_MEMCPY, LA_KERNEL_AVX2, LA_KERNEL_AVX512, LA_KERNEL_NEON};
+    unsigned char refused[4] = {0}, wrong[4] = {0}, seen = 0;
+    fill_numbers(from, cache_bytes, element, 3);
+    for (size_t k = 0; k < plan.segment_count; k++)
+        fill_numbers(from + (segments[k].base - (uintptr_t)cache) + (size_t)block * segments[k].stride, segments[k].length,
+                     element, below(8) ? 0 : below(4));
+    const int any = below(4) == 0; /* decode any bytes, not what was encoded */
+    if (any) fill(encoded, plan.page_bytes);
+    for (int i = 0; i < 4; i++) {
+        if (!la_kernel_usable(kernels[i])) continue;
+        memcpy(cache, from, cache_bytes);
+        memset(arena, 0, plan.page_bytes);
+        la_copy(&plan, kernels[i], LA_GATHER, &block, &address, 1, &refused[i]);
+        if (memcmp(cache, from, cache_bytes) != 0) fail("encoding wrote to the KV cache", codec, element);
+        if (refused[i] != refused[0]) fail("kernels do not refuse alike", codec, element);
+        if (any)
+            memcpy(arena, encoded, plan.page_bytes);
+        else if (refused[0])
+            continue;
+        else if (!seen)
+            memcpy(encoded, arena, plan.page_bytes);
+        else if (memcmp(arena, encoded, plan.page_bytes) != 0)
+            fail("encoded bytes differ", codec, element);
+        memset(cache, 0xaa, cache_bytes);
+        la_copy(&plan, kernels[i], LA_SCATTER, &block, &address, 1, &wrong[i]);
+        if (memcmp(arena, encoded, plan.page_bytes) != 0) fail("decoding wrote to the arena", codec, element);
+        if (wrong[i] != wrong[0] || (wrong[0] && !any)) fail("kernels do not decode alike", codec, element);
+        if (!seen)
+            memcpy(first, cache, cache_bytes);
+        else if (!any && memcmp(cache, first, cache_bytes) != 0) /* the payload of NaNs, which no codec writes, may differ */
+            fail("decoded bytes differ", codec, element);
+        seen = 1;
+        unsigned char *gap = cache; /* what lies between the runs of the block is not touched */
+        for (size_t k = 0; k < plan.segment_count; k++) {
+            unsigned char *run = (unsigned char *)(uintptr_t)(segments[k].base + (uint64_t)block * segments[k].stride);
+            for (; gap < run; gap++)
+                if (*gap != 0xaa) fail("decoding wrote beside the block", codec, element);
+            gap = run + segments[k].length;
+            if (codec == LA_LOSSLESS && !any && memcmp(run, from + (run - cache), segments[k].length) != 0)
+                fail("lossless lost something", codec, element);
+        }
+    }
+    free(cache), free(from), free(first), free(arena), free(encoded);
 }
 
 /* A number near one of the places where arithmetic breaks. */
@@ -187,7 +270,9 @@ static void *guard_rounds(void *argument) {
         int64_t block = 3;
         uint64_t address = (uintptr_t)arena + (unsigned)page * GUARD_PAGE, fault = 0;
         memset(cache, i, GUARD_PAGES * GUARD_PAGE);
-        int failed = la_copy_guarded(&plan, kernel, direction, &block, &address, 1, &fault);
+        size_t failures = 1;
+        int failed = la_copy_guarded(&plan, kernel, direction, &block, &address, 1, NULL, &failures, &fault);
+        if (!bad && failures != 0) fail("failures", failures, 0);
         if (failed != !!bad) fail("guarded copy", (uint64_t)failed, (uint64_t)i);
         if (bad && (fault < address || fault >= address + GUARD_PAGE)) fail("address of the fault", fault, address);
         if (!bad && memcmp(cache + 3 * GUARD_PAGE, arena + GUARD_PAGE, GUARD_PAGE) != 0) fail("guarded bytes", (uint64_t)i, 0);
@@ -217,6 +302,7 @@ int main(int count, char **arguments) {
     state = strtoull(arguments[1], NULL, 10);
     for (uint64_t rounds = strtoull(arguments[2], NULL, 10); rounds > 0; rounds--) {
         copy_round();
+        for (int i = 0; i < 10; i++) codec_round();
         for (int i = 0; i < 1000; i++) check_round();
     }
     guard_threads();

@@ -30,6 +30,7 @@ def test_core_under_sanitizers(tmp_path: Path) -> None:
         "-Wall",
         "-Wextra",
         "-Werror",
+        "-ffp-contract=off",
         "-fno-sanitize-recover=all",
     ]
     build += ["-fsanitize=address,undefined", f"-I{SOURCES}", str(HERE / "native_sweep.c")]

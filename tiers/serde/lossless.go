@@ -59,7 +59,7 @@ func widthOf(element string) int {
 	switch element {
 	case "float32":
 		return 4
-	case "float8":
+	case "float8", "encoded":
 		return 1
 	}
 	return 2

@@ -241,7 +241,11 @@ func fromFloats(dst, codes []byte, values *[256]float32, scale float32, element 
 		}
 	case "float32":
 		for i, c := range codes {
-			binary.LittleEndian.PutUint32(dst[4*i:], math.Float32bits(values[c]*scale))
+			b := math.Float32bits(values[c] * scale)
+			if b&0x7FFFFFFF == 0x7F800000 {
+				b-- // the scale of the largest float32 was rounded up
+			}
+			binary.LittleEndian.PutUint32(dst[4*i:], b)
 		}
 	}
 }

@@ -232,3 +232,26 @@ func BenchmarkQuantised(b *testing.B) {
 		})
 	}
 }
+
+// TestLargestNumbersStayFinite: the scale of the largest float32 is rounded up, and the largest code
+// times that scale is an infinity.
+func TestLargestNumbersStayFinite(t *testing.T) {
+	t.Parallel()
+	for _, codec := range []Codec{Int8{}, FP8{}} {
+		src, dst := make([]byte, 4*groupSize), make([]byte, 4*groupSize)
+		for i := range groupSize {
+			binary.LittleEndian.PutUint32(src[4*i:],
+				math.Float32bits(math.MaxFloat32)|uint32(i%2)<<31)
+		}
+		enc, _ := codec.Encode(nil, src, "float32")
+		if err := codec.Decode(dst, enc, "float32"); err != nil {
+			t.Fatal(err)
+		}
+		for i := range groupSize {
+			x := float64(math.Float32frombits(binary.LittleEndian.Uint32(dst[4*i:])))
+			if math.IsInf(x, 0) || math.Signbit(x) != (i%2 == 1) || math.Abs(x) < 0.99*math.MaxFloat32 {
+				t.Fatalf("%s: element %d is %v", codec.Name(), i, x)
+			}
+		}
+	}
+}

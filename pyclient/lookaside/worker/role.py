@@ -15,6 +15,7 @@ from lookaside import about, space
 from lookaside.autostart import Autostart
 from lookaside.config import Config
 from lookaside.devices import make_copies
+from lookaside.encoding import encode
 from lookaside.handshake import SessionOptions
 from lookaside.layout import PageLayout, UnsupportedLayout, build_layout
 from lookaside.metadata import LoadSpec, LookasideMetadata, LookasideWorkerMetadata
@@ -92,6 +93,21 @@ class WorkerConnector:
         except UnsupportedLayout as error:
             logger.warning("nothing is stored or loaded: %s", error.reason)
             return
+        page_bytes = layout.page_bytes
+        layout, reason = encode(layout, self._config.compress, kv_caches)
+        if reason is not None:
+            logger.warning(
+                "lookaside.compress=%s is ignored, and pages are kept as they are: %s",
+                self._config.compress,
+                reason,
+            )
+        elif layout.encoding is not None:
+            logger.info(
+                "pages are kept as %s: %d bytes instead of %d",
+                self._config.compress,
+                layout.page_bytes,
+                page_bytes,
+            )
         geometry, _ = space.geometry(self._config, self._vllm_config, self._kv_cache_config)
         if layout.page_tokens != geometry.page_tokens:
             logger.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import time
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ class _Save:
     """(store, indices of its grants that could not be copied)."""
     pages: int = 0
     """Pages being copied."""
+    copied: list[tuple[int, list[int], int]] = field(default_factory=list)
+    """Of each grant being copied: the end of its rows in the copy, its store's list of grants that
+    could not be copied, and its index there."""
     ticket: Ticket | None = None
 
 
@@ -214,6 +218,7 @@ class Saves:
                 copy.blocks.append(layout.copied(granted) if layout.states else granted)
                 copy.addresses.append(into)
                 save.pages += len(into)
+                save.copied.append((save.pages, bad, index))
         if failed:
             self._stats.add("save_failures")
         return copy
@@ -251,6 +256,8 @@ class Saves:
         error = save.ticket.error if save.ticket is not None else None
         if save.hold is not None:
             save.hold.release()
+        if error is None and save.ticket is not None and save.ticket.unfit:
+            self._leave_out(save, save.ticket.unfit)
         for store, bad in save.stores:
             message = (
                 wire.CommitStore(store, tuple(bad)) if error is None else wire.AbortStore(store)
@@ -263,6 +270,22 @@ class Saves:
             self._stats.add("save_bytes", save.pages * self._link.pages.page_bytes)
             self._stats.observe("save_seconds", time.monotonic() - save.since)
         self._acknowledge(save.spec)
+
+    def _leave_out(self, save: _Save, unfit: tuple[int, ...]) -> None:
+        """Do not commit the grants with pages that the codec cannot keep."""
+        ends = [end for end, _, _ in save.copied]
+        for which in {bisect.bisect_right(ends, row) for row in unfit}:
+            end, bad, index = save.copied[which]
+            bad.append(index)
+            save.pages -= end - (ends[which - 1] if which else 0)
+        pages = len(set(unfit))
+        self._stats.add("unfit_pages", pages)
+        self._log.warning(
+            "unfit",
+            "lookaside.compress: %d pages cannot be encoded and are not stored: they have "
+            "infinities or NaNs, or, for lossless, numbers of too many magnitudes",
+            pages,
+        )
 
     def drain(self, deadline: float) -> None:
         """Wait until the deadline for copies under way, and finish those that have ended."""
