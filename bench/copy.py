@@ -1,11 +1,13 @@
 """Bench `copy`: gather and scatter of 1 GiB of pages against a C memcpy loop over the same runs of
-bytes.
+bytes, and what a codec makes of them.
 
 Limit and value come from the same process, the same memory and the same plan, one thread each, in
-interleaved rounds: only the copy kernel differs. The KV cache is allocated as vLLM does
-(torch.zeros, one tensor); the arena as the sidecar does: a memfd with transparent huge pages where
-the system grants them, else 4 KiB pages, populated before the first round. Speeds are 10⁹ bytes a
-second.
+interleaved rounds: only the copy kernel differs. With a codec (`lookaside.compress`) the limit is
+the plain copy as workers make it, and both speeds are in bytes of the KV cache.
+
+The KV cache is allocated as vLLM does (torch.zeros, one tensor); the arena as the sidecar does: a
+memfd with transparent huge pages where the system grants them, else 4 KiB pages, populated before
+the first round. Speeds are 10⁹ bytes a second.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from lookaside import _native
 from lookaside.copies import CpuCopies
+from lookaside.encoding import CODECS, encode
 from lookaside.layout import PageLayout, Segment
 
 from bench._report import Report, arguments
@@ -73,7 +77,11 @@ def make_layout(name: str, tokens: int, size: int) -> tuple[PageLayout, torch.Te
     run = HEADS * tokens * TOKEN_BYTES_PER_HEAD
     blocks = size // (run * LAYERS)
     backing = torch.zeros(blocks * run * LAYERS, dtype=torch.int8)
-    backing.random_()
+    values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values = values.view(torch.int8)
+    for start in range(0, len(backing), len(values)):
+        part = backing[start : start + len(values)]
+        part.copy_(values[: len(part)])
     inner = (HEADS, tokens) if name == "LBHNC" else (tokens, HEADS)
     cache = backing.view(LAYERS, blocks, *inner, TOKEN_BYTES_PER_HEAD)
     stride, base = cache.stride(1), cache.data_ptr()
@@ -89,33 +97,72 @@ def timed(copy: Callable[..., int], *arguments: object, **options: int) -> tuple
     return time.perf_counter() - start, moved
 
 
+class Way(NamedTuple):
+    """A plan, and the kernel to copy by."""
+
+    plan: _native.Plan
+    page_bytes: int
+    kernel: int
+
+
+def plan_of(layout: PageLayout) -> _native.Plan:
+    codec, element = layout.encoding or (_native.PLAIN, 0)
+    return _native.Plan(
+        [s[:4] for s in layout.segments],
+        layout.num_blocks,
+        layout.page_bytes,
+        layout.spans,
+        codec,
+        element,
+    )
+
+
 def measure(
-    layout: PageLayout, arena: Arena, rounds: int, seed: int
+    ways: dict[str, Way], blocks: int, arena: Arena, rounds: int, seed: int
 ) -> dict[str, dict[str, list[float]]]:
-    """GB/s of every round, by direction and kernel."""
-    plan = _native.Plan(
-        [s[:4] for s in layout.segments], layout.num_blocks, layout.page_bytes, layout.spans
-    )
-    plan.attach(0, arena.address, arena.size)
+    """GB/s of every round, by direction and way."""
+    plans = {id(way.plan): way.plan for way in ways.values()}.values()
+    for plan in plans:
+        plan.attach(0, arena.address, arena.size)
     rng = np.random.default_rng(seed)
-    kernels = {"limit": _native.MEMCPY}
-    streams = [kernel for kernel in (_native.AVX512, _native.NEON) if _native.usable(kernel)]
-    kernels["value"] = streams[0] if streams else _native.MEMCPY
-    speeds = {direction: {kind: [] for kind in kernels} for direction in ("gather", "scatter")}
-    slots = np.uint64(arena.address) + np.arange(layout.num_blocks, dtype=np.uint64) * np.uint64(
-        layout.page_bytes
-    )
+    speeds = {direction: {name: [] for name in ways} for direction in ("gather", "scatter")}
     for turn in range(rounds + 1):
-        blocks = rng.permutation(layout.num_blocks)
-        for direction in speeds:
-            copy = plan.gather if direction == "gather" else plan.scatter
-            order = list(kernels.items())
-            for kind, kernel in order if turn % 2 else order[::-1]:
-                seconds, moved = timed(copy, blocks, slots, kernel=kernel)
+        order = rng.permutation(blocks)
+        each = list(ways.items())
+        for name, way in each if turn % 2 else each[::-1]:
+            slots = np.uint64(arena.address) + np.arange(blocks, dtype=np.uint64) * np.uint64(
+                way.page_bytes
+            )
+            # There and back, so that a codec finds what it has written.
+            for direction in speeds:
+                copy = way.plan.gather if direction == "gather" else way.plan.scatter
+                seconds, moved = timed(copy, order, slots, kernel=way.kernel)
                 if turn > 0:  # the first round faults pages in and warms the clock up
-                    speeds[direction][kind].append(moved / seconds / 1e9)
-    plan.detach(0)
+                    speeds[direction][name].append(moved / seconds / 1e9)
+    for plan in plans:
+        plan.detach(0)
     return speeds
+
+
+def copy_ways(layout: PageLayout) -> dict[str, Way]:
+    """Plain copies by memcpy, and by what is faster here if anything is."""
+    plan = plan_of(layout)
+    streams = [kernel for kernel in (_native.AVX512, _native.NEON) if _native.usable(kernel)]
+    value = streams[0] if streams else _native.MEMCPY
+    return {
+        "limit": Way(plan, layout.page_bytes, _native.MEMCPY),
+        "value": Way(plan, layout.page_bytes, value),
+    }
+
+
+def codec_ways(layout: PageLayout, backing: torch.Tensor) -> dict[str, Way]:
+    """Plain copies, and those of each codec, all as workers make them."""
+    ways = {"limit": Way(plan_of(layout), layout.page_bytes, _native.DEFAULT)}
+    for name in CODECS:
+        encoded, reason = encode(layout, name, {"layer": backing.view(torch.bfloat16)})
+        assert reason is None, reason
+        ways[name] = Way(plan_of(encoded), encoded.page_bytes, _native.DEFAULT)
+    return ways
 
 
 def check(layout: PageLayout, arena: Arena, backing: torch.Tensor) -> None:
@@ -155,15 +202,32 @@ def main() -> int:
         file=sys.stderr,
     )
     report = Report("copy")
+    coded: dict[int, dict[str, dict[str, list[float]]]] = {}
     for name in ("LBHNC", "LBNHC"):
         for tokens in (16, 128):
             layout, backing = make_layout(name, tokens, options.bytes)
             check(layout, arena, backing)
-            for direction, speeds in measure(layout, arena, options.rounds, options.seed).items():
+            ways = copy_ways(layout)
+            found = measure(ways, layout.num_blocks, arena, options.rounds, options.seed)
+            for direction, speeds in found.items():
                 report.rounds(
                     f"{direction} {name} {tokens} tokens", "GB/s", speeds["value"], speeds["limit"]
                 )
+            if name == "LBHNC":
+                ways = codec_ways(layout, backing)
+                coded[tokens] = measure(
+                    ways, layout.num_blocks, arena, options.rounds, options.seed
+                )
             del layout, backing
+    for tokens, found in coded.items():
+        for direction, speeds in found.items():
+            for codec in CODECS:
+                report.rounds(
+                    f"{direction} {codec} {tokens} tokens",
+                    "GB/s",
+                    speeds[codec],
+                    speeds["limit"],
+                )
     return report.finish(options.json)
 
 

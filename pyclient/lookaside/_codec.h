@@ -95,6 +95,9 @@ LA_INLINE uint32_t la_select(int condition, uint32_t a, uint32_t b) {
 
 /* ---- int8 and fp8 ---- */
 
+/* What la_to_e4m3 has to subtract: 8 for each of the exponent's units above that of the smallest normal number. */
+#define LA_E4M3_BIAS ((20u + 127u - 6u) << 3)
+
 LA_INLINE float la_from_half(uint32_t half) {
     const uint32_t sign = (half & 0x8000u) << 16, b = half & 0x7fffu;
     const uint32_t special = 0x7f800000u | (b & 0x3ffu) << 13; /* an infinity or NaN */
@@ -112,13 +115,18 @@ LA_INLINE uint32_t la_to_half(float value) {
     return sign | la_select(b < (127u - 14u) << 23, tiny, la_select(rounded >= (127u + 16u) << 23, 0x7bffu, normal));
 }
 
-/* The E4M3 number nearest to a value whose magnitude rounds to 448 at most, ties to even. */
+/*
+ * The E4M3 number nearest to a value whose magnitude rounds to 448 at most, ties to even.
+ *
+ * Adding 2^20 of the power of two below the magnitude (at least that of the smallest normal number) rounds it to 3 bits below
+ * its first. Of the sum, the low byte is then the magnitude in units of the last of these bits, and the exponent lies from bit
+ * 23 on, which is 3 bits further left than the code has it, 20 times 8 too large and biased by 127, not 7.
+ */
 LA_INLINE uint32_t la_to_e4m3(float value) {
-    const uint32_t bits = la_bits(value), b = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
-    /* The power of two below it, at least that of the smallest normal number. The sum with 2^20 of it keeps 3 bits more. */
+    const uint32_t bits = la_bits(value), b = bits & 0x7fffffffu;
     const uint32_t least = (127u - 6u) << 23, own = b & 0x7f800000u, power = own > least ? own : least;
-    const uint32_t magic = power + (20u << 23), sum = la_bits(la_float(b) + la_float(magic));
-    return sign | ((sum - magic) + (power >> 20) - (least >> 20));
+    const uint32_t sum = la_bits(la_float(b) + la_float(power + (20u << 23)));
+    return ((sum + (sum >> 20) - LA_E4M3_BIAS) & 0x7fu) | (bits >> 24 & 0x80u);
 }
 
 /* 0x7f and 0xff, NaN to others, are never written; they would be 480. */
@@ -341,30 +349,170 @@ LA_INLINE int la_decode_groups(la_encoded *from, unsigned char *to, size_t count
     return la_restore(from, to, count, LA_FLOAT32, LA_FP8);
 }
 
+/* ---- vectors of 16 ---- */
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#include <immintrin.h>
+
+/*
+ * int8 and fp8 by hand for AVX-512: compilers make twice as many instructions of the loops above, most of them between elements
+ * of different sizes. A group is eight vectors of floats.
+ */
+#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ < 22
+/* These count the long vectors as a feature apart, which some builds of them leave out. */
+#define LA_512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,evex512")))
+#else
+#define LA_512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#endif
+#define LA_512_INLINE LA_512 static inline __attribute__((always_inline))
+#define LA_VECTORS (LA_GROUP / 16)
+
+LA_512_INLINE __m512 la_load16(const unsigned char *from, size_t i, la_element element) {
+    if (element == LA_FLOAT32) return _mm512_loadu_ps(from + 64 * i);
+    const __m256i halves = _mm256_loadu_si256((const __m256i *)(from + 32 * i));
+    if (element == LA_FLOAT16) return _mm512_cvtph_ps(halves);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+LA_512_INLINE void la_store16(unsigned char *to, size_t i, __m512 x, la_element element) {
+    const __m512i b = _mm512_castps_si512(x), magnitude = _mm512_and_si512(b, _mm512_set1_epi32(0x7fffffff));
+    const __m512i one = _mm512_set1_epi32(1);
+    if (element == LA_FLOAT32) {
+        const __mmask16 infinite = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f800000));
+        _mm512_storeu_si512(to + 64 * i, _mm512_mask_sub_epi32(b, infinite, b, one));
+    } else if (element == LA_FLOAT16) {
+        /* The instruction makes infinities of what is too large. */
+        const __m512 limit = _mm512_set1_ps(65504.0f), low = _mm512_set1_ps(-65504.0f);
+        const __m256i half = _mm512_cvtps_ph(_mm512_max_ps(low, _mm512_min_ps(limit, x)), _MM_FROUND_TO_NEAREST_INT);
+        _mm256_storeu_si256((__m256i *)(to + 32 * i), half);
+    } else {
+        const __m512i even = _mm512_and_si512(_mm512_srli_epi32(b, 16), one);
+        const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(b, _mm512_set1_epi32(0x7fff)), even);
+        _mm256_storeu_si256((__m256i *)(to + 32 * i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+    }
+}
+
+LA_512_INLINE int la_quantise_512(la_encoded *to, const unsigned char *from, size_t count, la_element element,
+                                  la_codec codec) {
+    la_u32 *scales = (la_u32 *)to->start + to->done;
+    unsigned char *codes = to->start + 4 * to->groups + to->done * LA_GROUP;
+    const float most = codec == LA_INT8 ? 127.0f : 448.0f;
+    const __m512i unsign = _mm512_set1_epi32(0x7fffffff), least = _mm512_set1_epi32((127 - 6) << 23);
+    for (size_t g = 0; g < count; g++, from += LA_GROUP * la_element_bytes(element), codes += LA_GROUP) {
+        __m512 x[LA_VECTORS];
+        __m512i top = _mm512_setzero_si512();
+        uint32_t largest;
+        if (element == LA_FLOAT32) {
+            for (size_t i = 0; i < LA_VECTORS; i++)
+                top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_loadu_si512(from + 64 * i), unsign));
+            largest = _mm512_reduce_max_epu32(top);
+        } else {
+            for (size_t i = 0; i < LA_VECTORS / 2; i++)
+                top = _mm512_max_epu16(top, _mm512_and_si512(_mm512_loadu_si512(from + 64 * i), _mm512_set1_epi16(0x7fff)));
+            /* Of each pair, the upper one and the lower one. */
+            top = _mm512_max_epu32(_mm512_srli_epi32(top, 16), _mm512_and_si512(top, _mm512_set1_epi32(0xffff)));
+            largest = _mm512_reduce_max_epu32(top);
+            largest = element == LA_BFLOAT16 ? largest << 16 : la_bits(la_from_half(largest));
+        }
+        for (size_t i = 0; i < LA_VECTORS; i++) x[i] = la_load16(from, i, element);
+        if (largest >= 0x7f800000u) return 0;
+        float scale = la_float(largest) / most;
+        float inverse = scale > 0 ? 1.0f / scale : 0;
+        if (la_bits(inverse) >= 0x7f800000u) scale = inverse = 0; /* the group is next to 0 */
+        scales[g] = la_bits(scale);
+        const __m512 by = _mm512_set1_ps(inverse);
+        for (size_t i = 0; i < LA_VECTORS; i++) {
+            const __m512 v = _mm512_mul_ps(x[i], by);
+            __m128i code;
+            if (codec == LA_INT8) {
+                code = _mm512_cvtepi32_epi8(_mm512_castps_si512(_mm512_add_ps(v, _mm512_set1_ps(12582912.0f))));
+            } else { /* as la_to_e4m3 */
+                const __m512i bits = _mm512_castps_si512(v), b = _mm512_and_si512(bits, unsign);
+                const __m512i own = _mm512_and_si512(bits, _mm512_set1_epi32(0x7f800000));
+                const __m512i magic = _mm512_add_epi32(_mm512_max_epu32(own, least), _mm512_set1_epi32(20 << 23));
+                const __m512i sum =
+                    _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(b), _mm512_castsi512_ps(magic)));
+                code = _mm512_cvtepi32_epi8(_mm512_add_epi32(sum, _mm512_srli_epi32(sum, 20)));
+                code = _mm_sub_epi8(code, _mm_set1_epi8((char)LA_E4M3_BIAS));
+                code = _mm_mask_add_epi8(code, _mm512_movepi32_mask(bits), code, _mm_set1_epi8((char)0x80));
+            }
+            _mm_storeu_si128((__m128i *)(codes + 16 * i), code);
+        }
+    }
+    to->done += count;
+    return 1;
+}
+
+LA_512_INLINE int la_restore_512(la_encoded *from, unsigned char *to, size_t count, la_element element, la_codec codec) {
+    const la_u32 *scales = (const la_u32 *)from->start + from->done;
+    const unsigned char *codes = from->start + 4 * from->groups + from->done * LA_GROUP;
+    for (size_t g = 0; g < count; g++, to += LA_GROUP * la_element_bytes(element), codes += LA_GROUP) {
+        const __m512 scale = _mm512_set1_ps(la_float(scales[g]));
+        for (size_t i = 0; i < LA_VECTORS; i++) {
+            const __m128i code = _mm_loadu_si128((const __m128i *)(codes + 16 * i));
+            __m512 x;
+            if (codec == LA_INT8) {
+                x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(code));
+            } else { /* an E4M3 number is a float16 of the same bits further left, times 256 */
+                const __m256i wide = _mm256_cvtepi8_epi16(code);
+                const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(0x3f80));
+                const __m256i sign = _mm256_and_si256(wide, _mm256_set1_epi16((short)0x8000));
+                x = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(half, sign)), _mm512_set1_ps(256.0f));
+            }
+            la_store16(to, i, _mm512_mul_ps(x, scale), element);
+        }
+    }
+    from->done += count;
+    return 1;
+}
+
+LA_512_INLINE int la_encode_groups_512(la_encoded *to, const unsigned char *from, size_t count, la_codec codec,
+                                       la_element element) {
+    if (codec == LA_LOSSLESS) return la_encode_groups(to, from, count, LA_LOSSLESS, element);
+    if (codec == LA_INT8) {
+        if (element == LA_BFLOAT16) return la_quantise_512(to, from, count, LA_BFLOAT16, LA_INT8);
+        if (element == LA_FLOAT16) return la_quantise_512(to, from, count, LA_FLOAT16, LA_INT8);
+        return la_quantise_512(to, from, count, LA_FLOAT32, LA_INT8);
+    }
+    if (element == LA_BFLOAT16) return la_quantise_512(to, from, count, LA_BFLOAT16, LA_FP8);
+    if (element == LA_FLOAT16) return la_quantise_512(to, from, count, LA_FLOAT16, LA_FP8);
+    return la_quantise_512(to, from, count, LA_FLOAT32, LA_FP8);
+}
+
+LA_512_INLINE int la_decode_groups_512(la_encoded *from, unsigned char *to, size_t count, la_codec codec,
+                                       la_element element) {
+    if (codec == LA_LOSSLESS) return la_decode_groups(from, to, count, LA_LOSSLESS, element);
+    if (codec == LA_INT8) {
+        if (element == LA_BFLOAT16) return la_restore_512(from, to, count, LA_BFLOAT16, LA_INT8);
+        if (element == LA_FLOAT16) return la_restore_512(from, to, count, LA_FLOAT16, LA_INT8);
+        return la_restore_512(from, to, count, LA_FLOAT32, LA_INT8);
+    }
+    if (element == LA_BFLOAT16) return la_restore_512(from, to, count, LA_BFLOAT16, LA_FP8);
+    if (element == LA_FLOAT16) return la_restore_512(from, to, count, LA_FLOAT16, LA_FP8);
+    return la_restore_512(from, to, count, LA_FLOAT32, LA_FP8);
+}
+#endif
+
+/* ---- the calls ---- */
+
 typedef int la_encode_call(la_encoded *, const unsigned char *, size_t, la_codec, la_element);
 typedef int la_decode_call(la_encoded *, unsigned char *, size_t, la_codec, la_element);
 
-#define LA_CODEC_FOR(name, attribute)                                                                                \
+#define LA_CODEC_FOR(name, attribute, encode, decode)                                                                \
     attribute static int la_encode_##name(la_encoded *to, const unsigned char *from, size_t count, la_codec codec,   \
                                           la_element element) {                                                      \
-        return la_encode_groups(to, from, count, codec, element);                                                    \
+        return encode(to, from, count, codec, element);                                                              \
     }                                                                                                                \
     attribute static int la_decode_##name(la_encoded *from, unsigned char *to, size_t count, la_codec codec,         \
                                           la_element element) {                                                      \
-        return la_decode_groups(from, to, count, codec, element);                                                    \
+        return decode(from, to, count, codec, element);                                                              \
     }
 
-LA_CODEC_FOR(plain, )
+LA_CODEC_FOR(plain, , la_encode_groups, la_decode_groups)
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define LA_CODEC_SETS 1
-LA_CODEC_FOR(avx2, __attribute__((target("avx2"))))
-#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ < 22
-LA_CODEC_FOR(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,evex512"), min_vector_width(512))))
-#elif defined(__clang__)
-LA_CODEC_FOR(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"), min_vector_width(512))))
-#else
-LA_CODEC_FOR(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512"))))
-#endif
+LA_CODEC_FOR(avx2, __attribute__((target("avx2,f16c"))), la_encode_groups, la_decode_groups)
+LA_CODEC_FOR(avx512, LA_512, la_encode_groups_512, la_decode_groups_512)
 #endif
 
 #endif
