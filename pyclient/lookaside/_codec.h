@@ -188,6 +188,11 @@ LA_INLINE void la_write_group(unsigned char *to, const float *x, la_element elem
     }
 }
 
+/* Has the processor fetch what comes some groups later: its own foresight ends with each page of memory. */
+LA_INLINE void la_ahead(const unsigned char *from, la_element element) {
+    for (size_t i = 0; i < LA_GROUP * la_element_bytes(element); i += LA_LINE) __builtin_prefetch(from + 2048 + i);
+}
+
 /* Whether the groups can be kept; then they are encoded. */
 LA_INLINE int la_quantise(la_encoded *to, const unsigned char *from, size_t count, la_element element, la_codec codec) {
     la_u32 *scales = (la_u32 *)to->start + to->done;
@@ -195,6 +200,7 @@ LA_INLINE int la_quantise(la_encoded *to, const unsigned char *from, size_t coun
     const float most = codec == LA_INT8 ? 127.0f : 448.0f;
     for (size_t g = 0; g < count; g++, from += LA_GROUP * la_element_bytes(element), codes += LA_GROUP) {
         float x[LA_GROUP];
+        la_ahead(from, element);
         const uint32_t largest = la_read_group(x, from, element);
         if (largest >= 0x7f800000u) return 0;
         float scale = la_float(largest) / most;
@@ -255,6 +261,7 @@ LA_INLINE int la_pack(la_encoded *to, const unsigned char *from, size_t count, l
     const size_t room = to->groups * LA_ESCAPES;
     for (size_t g = 0; g < count; g++, from += LA_GROUP * la_element_bytes(element)) {
         unsigned char exponents[LA_GROUP], codes[LA_GROUP];
+        la_ahead(from, element);
         const la_u16 *halves = (const la_u16 *)from;
         const la_u32 *words = (const la_u32 *)from;
         for (size_t i = 0; i < LA_GROUP; i++) {
@@ -392,49 +399,74 @@ LA_512_INLINE void la_store16(unsigned char *to, size_t i, __m512 x, la_element 
     }
 }
 
+/* Codes in the low bytes, those of fp8 without sign and LA_E4M3_BIAS too large; see la_to_e4m3. */
+LA_512_INLINE __m512i la_codes16(__m512 x, __m512 inverse, la_codec codec) {
+    const __m512 v = _mm512_mul_ps(x, inverse);
+    if (codec == LA_INT8) return _mm512_castps_si512(_mm512_add_ps(v, _mm512_set1_ps(12582912.0f)));
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512 magnitude = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+    const __m512i own = _mm512_and_si512(bits, _mm512_set1_epi32(0x7f800000));
+    const __m512 power = _mm512_castsi512_ps(_mm512_max_epu32(own, _mm512_set1_epi32((127 - 6) << 23)));
+    /* The product is exact, so that this is the sum of la_to_e4m3. */
+    const __m512i sum = _mm512_castps_si512(_mm512_fmadd_ps(power, _mm512_set1_ps(1 << 20), magnitude));
+    return _mm512_add_epi32(sum, _mm512_srli_epi32(sum, 20));
+}
+
+/* The bits of the largest magnitude of a group. */
+LA_512_INLINE uint32_t la_largest_512(const unsigned char *from, la_element element) {
+    __m512i top = _mm512_setzero_si512();
+    if (element == LA_FLOAT32) {
+        const __m512i unsign = _mm512_set1_epi32(0x7fffffff);
+        for (size_t i = 0; i < LA_VECTORS; i++)
+            top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_loadu_si512(from + 64 * i), unsign));
+        return _mm512_reduce_max_epu32(top);
+    }
+    const __m512i unsign = _mm512_set1_epi16(0x7fff);
+    for (size_t i = 0; i < LA_VECTORS / 2; i++)
+        top = _mm512_max_epu16(top, _mm512_and_si512(_mm512_loadu_si512(from + 64 * i), unsign));
+    /* Of each pair, the upper one and the lower one. */
+    top = _mm512_max_epu32(_mm512_srli_epi32(top, 16), _mm512_and_si512(top, _mm512_set1_epi32(0xffff)));
+    const uint32_t largest = _mm512_reduce_max_epu32(top);
+    return element == LA_BFLOAT16 ? largest << 16 : la_bits(la_from_half(largest));
+}
+
 LA_512_INLINE int la_quantise_512(la_encoded *to, const unsigned char *from, size_t count, la_element element,
                                   la_codec codec) {
     la_u32 *scales = (la_u32 *)to->start + to->done;
     unsigned char *codes = to->start + 4 * to->groups + to->done * LA_GROUP;
     const float most = codec == LA_INT8 ? 127.0f : 448.0f;
-    const __m512i unsign = _mm512_set1_epi32(0x7fffffff), least = _mm512_set1_epi32((127 - 6) << 23);
     for (size_t g = 0; g < count; g++, from += LA_GROUP * la_element_bytes(element), codes += LA_GROUP) {
-        __m512 x[LA_VECTORS];
-        __m512i top = _mm512_setzero_si512();
-        uint32_t largest;
-        if (element == LA_FLOAT32) {
-            for (size_t i = 0; i < LA_VECTORS; i++)
-                top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_loadu_si512(from + 64 * i), unsign));
-            largest = _mm512_reduce_max_epu32(top);
-        } else {
-            for (size_t i = 0; i < LA_VECTORS / 2; i++)
-                top = _mm512_max_epu16(top, _mm512_and_si512(_mm512_loadu_si512(from + 64 * i), _mm512_set1_epi16(0x7fff)));
-            /* Of each pair, the upper one and the lower one. */
-            top = _mm512_max_epu32(_mm512_srli_epi32(top, 16), _mm512_and_si512(top, _mm512_set1_epi32(0xffff)));
-            largest = _mm512_reduce_max_epu32(top);
-            largest = element == LA_BFLOAT16 ? largest << 16 : la_bits(la_from_half(largest));
-        }
-        for (size_t i = 0; i < LA_VECTORS; i++) x[i] = la_load16(from, i, element);
+        la_ahead(from, element);
+        const uint32_t largest = la_largest_512(from, element);
         if (largest >= 0x7f800000u) return 0;
         float scale = la_float(largest) / most;
         float inverse = scale > 0 ? 1.0f / scale : 0;
         if (la_bits(inverse) >= 0x7f800000u) scale = inverse = 0; /* the group is next to 0 */
         scales[g] = la_bits(scale);
         const __m512 by = _mm512_set1_ps(inverse);
+        if (element == LA_BFLOAT16) { /* in pairs: a bfloat16 is the upper half of a float32 */
+            for (size_t i = 0; i < LA_VECTORS / 2; i++) {
+                const __m512i pairs = _mm512_loadu_si512(from + 64 * i);
+                const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+                const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+                const __m512i lower = la_codes16(low, by, codec), upper = la_codes16(high, by, codec);
+                const __m512i both = _mm512_mask_blend_epi16(0xaaaaaaaau, lower, _mm512_slli_epi32(upper, 16));
+                __m256i code = _mm512_cvtepi16_epi8(both);
+                if (codec == LA_FP8) {
+                    code = _mm256_sub_epi8(code, _mm256_set1_epi8((char)LA_E4M3_BIAS));
+                    code = _mm256_mask_add_epi8(code, _mm512_movepi16_mask(pairs), code, _mm256_set1_epi8((char)0x80));
+                }
+                _mm256_storeu_si256((__m256i *)(codes + 32 * i), code);
+            }
+            continue;
+        }
         for (size_t i = 0; i < LA_VECTORS; i++) {
-            const __m512 v = _mm512_mul_ps(x[i], by);
-            __m128i code;
-            if (codec == LA_INT8) {
-                code = _mm512_cvtepi32_epi8(_mm512_castps_si512(_mm512_add_ps(v, _mm512_set1_ps(12582912.0f))));
-            } else { /* as la_to_e4m3 */
-                const __m512i bits = _mm512_castps_si512(v), b = _mm512_and_si512(bits, unsign);
-                const __m512i own = _mm512_and_si512(bits, _mm512_set1_epi32(0x7f800000));
-                const __m512i magic = _mm512_add_epi32(_mm512_max_epu32(own, least), _mm512_set1_epi32(20 << 23));
-                const __m512i sum =
-                    _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(b), _mm512_castsi512_ps(magic)));
-                code = _mm512_cvtepi32_epi8(_mm512_add_epi32(sum, _mm512_srli_epi32(sum, 20)));
+            const __m512 x = la_load16(from, i, element);
+            __m128i code = _mm512_cvtepi32_epi8(la_codes16(x, by, codec));
+            if (codec == LA_FP8) {
                 code = _mm_sub_epi8(code, _mm_set1_epi8((char)LA_E4M3_BIAS));
-                code = _mm_mask_add_epi8(code, _mm512_movepi32_mask(bits), code, _mm_set1_epi8((char)0x80));
+                const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
+                code = _mm_mask_add_epi8(code, negative, code, _mm_set1_epi8((char)0x80));
             }
             _mm_storeu_si128((__m128i *)(codes + 16 * i), code);
         }

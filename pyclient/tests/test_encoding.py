@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from lookaside.copies import CpuCopies
 from lookaside.encoding import CODECS, encode
 from lookaside.layout import PageLayout, Segment
 
+GOLDEN = Path(__file__).parents[2] / "tiers" / "serde" / "testdata" / "quantised.json"
 GROUP = 128
 DTYPES = ("bfloat16", "float16", "float32")
 KERNELS = {
@@ -345,3 +348,54 @@ def test_failures_without_a_place_to_name_them_are_raised() -> None:
             plan.gather(np.array([0]), where, failed=wrong)
     failed = bytearray(1)
     assert plan.gather(np.array([0]), where, failed=failed) == 0 and failed == b"\1"
+
+
+def golden_of(compress: str, dtype: str, page: bytes, kernel: int) -> tuple[str, str]:
+    """What the copies make of a page, and of that again, in hexadecimal."""
+    given = torch.frombuffer(bytearray(page), dtype=getattr(torch, dtype))
+    base, size = given.data_ptr(), len(page)
+    plain = PageLayout((Segment(base, size, size, 0),), size, 1, 16, ((base, size),))
+    layout, reason = encode(plain, compress, {"layer": given})
+    assert reason is None
+    copies = CpuCopies(layout)
+    copies._kernel = kernel
+    arena = np.zeros(layout.page_bytes, np.uint8)
+    copies.attach(1, arena.ctypes.data, arena.nbytes)
+    where = np.array([arena.ctypes.data], np.uint64)
+    assert copies.gather(np.array([0]), where).unfit == ()
+    given.zero_()
+    assert copies.scatter(np.array([0]), where).wait(60)
+    copies.close()
+    body = given.numel() + given.numel() // GROUP * 4
+    return arena[:body].tobytes().hex(), given.view(torch.uint8).numpy().tobytes().hex()
+
+
+def write_golden() -> None:
+    """Write GOLDEN anew, by plain C."""
+    made = []
+    for number, (compress, dtype) in enumerate(
+        (compress, dtype) for compress in ("int8", "fp8") for dtype in DTYPES
+    ):
+        parts = [numbers(dtype, GROUP, kind, number) for kind in ("kv", "denormals", "outliers")]
+        page = torch.cat(parts).view(torch.uint8).numpy().tobytes()
+        encoded, decoded = golden_of(compress, dtype, page, _native.MEMCPY)
+        made.append(
+            {
+                "codec": compress,
+                "element": dtype,
+                "page": page.hex(),
+                "encoded": encoded,
+                "decoded": decoded,
+            }
+        )
+    GOLDEN.write_text(json.dumps(made, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_the_tiers_codecs_are_the_same(kernel: int) -> None:
+    """TestGolden in tiers/serde reads the same pages."""
+    golden = json.loads(GOLDEN.read_text())
+    assert len(golden) == 6
+    for each in golden:
+        made = golden_of(each["codec"], each["element"], bytes.fromhex(each["page"]), kernel)
+        assert made == (each["encoded"], each["decoded"])

@@ -3,8 +3,11 @@ package serde
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/hex"
+	"encoding/json"
 	"math"
 	"math/rand/v2"
+	"os"
 	"testing"
 )
 
@@ -252,6 +255,38 @@ func TestLargestNumbersStayFinite(t *testing.T) {
 			if math.IsInf(x, 0) || math.Signbit(x) != (i%2 == 1) || math.Abs(x) < 0.99*math.MaxFloat32 {
 				t.Fatalf("%s: element %d is %v", codec.Name(), i, x)
 			}
+		}
+	}
+}
+
+// TestGolden reads pages that the worker's copies have encoded (pyclient/tests/test_encoding.py). The
+// codecs here write and read the same bytes, behind one that says how.
+func TestGolden(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("testdata/quantised.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var golden []struct{ Codec, Element, Page, Encoded, Decoded string }
+	if err := json.Unmarshal(text, &golden); err != nil || len(golden) != 6 {
+		t.Fatalf("%d pages, %v", len(golden), err)
+	}
+	for _, g := range golden {
+		codec, err := New(g.Codec)
+		if err != nil {
+			t.Fatal(err)
+		}
+		page, err := hex.DecodeString(g.Page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		enc, err := codec.Encode(nil, page, g.Element)
+		if err != nil || enc[0] != quantised || hex.EncodeToString(enc[1:]) != g.Encoded {
+			t.Errorf("%s of %s: encoded to other bytes (%v)", g.Codec, g.Element, err)
+		}
+		err = codec.Decode(page, enc, g.Element)
+		if err != nil || hex.EncodeToString(page) != g.Decoded {
+			t.Errorf("%s of %s: decoded to another page (%v)", g.Codec, g.Element, err)
 		}
 	}
 }
