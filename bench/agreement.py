@@ -133,6 +133,8 @@ def compare(report: Report, name: str, truth: Answers, other: Answers) -> None:
     report.add(f"{name} until different", fmean(until), "tokens", length, fmean(until) / length, 0)
     distance = fmean(abs(a.logprob - b.logprob) for a, b in same) if same else float("nan")
     report.add(f"{name} log probability", distance, "nats")
+    share, nats = len(same) / len(pairs), distance
+    say(f"{name}: {share:.1%} of {len(pairs)} next tokens, {nats:.4f} nats, until {until}")
 
 
 def main() -> int:

@@ -825,6 +825,33 @@ def test_copy_errors_fail_the_load_and_abort_the_store(
     assert not peer.of(wire.CommitStore)
 
 
+def test_pages_that_cannot_be_encoded_are_not_committed(model: Path, peer: Peer) -> None:
+    """Of two grants, the one with such a page is given back. What was encoded is loaded again."""
+    stand = Stand(model, str(peer.directory), {"lookaside.compress": "int8"})
+    stand.cache = torch.randn(stand.cache.shape, generator=torch.Generator().manual_seed(1))
+    stand.register()
+    try:
+        small = stand.worker.link.pages.page_bytes
+        hello = peer.of(wire.Hello)[-1]
+        assert small == hello.page_bytes == 1088  # 1,024 codes and 8 scales, in whole lines
+        assert "int8" in dict(hello.fields)["encoding"]
+        grants = (wire.Extent(0, 2, 0, 0), wire.Extent(2, 2, 0, 2 * small))
+        peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
+        stand.cache[12, 0, 0] = float("nan")
+        stand.save_now(stand.save(0, [10, 11, 12, 13], [0, 1, 2, 3]))
+        peer.wait_for(wire.CommitStore)
+        assert peer.of(wire.CommitStore) == [wire.CommitStore(5, (1,))]
+        assert (stand.count("unfit_pages"), stand.count("save_bytes")) == (1, 2 * small)
+        grant_load(peer, (0, 2, 0, 0))
+        before = stand.cache.clone()
+        stand.load_now(load_spec("r", ((1, 1),), 0, [20, 21]))
+        assert not stand.failed and stand.count("load_bytes") == 2 * small
+        assert (stand.cache[20:22] - before[10:12]).abs().max() < before[10:12].abs().max() / 200
+        assert torch.equal(stand.cache[:12], before[:12])
+    finally:
+        stand.worker.shutdown()
+
+
 def test_asynchronous_save_is_acknowledged_when_its_copy_ends(
     stand: Stand, peer: Peer, slow: SlowCopies
 ) -> None:
