@@ -87,7 +87,7 @@ def test_report_stamps_what_the_command_wrote(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "options", "cases"),
     [
-        ("copy", ["--bytes=33554432", "--rounds=2"], 8),
+        ("copy", ["--bytes=33554432", "--rounds=2"], 20),
         ("tiering", ["--blocks=4", "--rounds=2", "--lookup=32", "--calls=2"], 9),
         (
             "lookup",
