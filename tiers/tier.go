@@ -11,8 +11,8 @@ type Space struct {
 	Fingerprint Fingerprint
 	Geometry    Geometry
 	// Element is the type of the pages' elements ("bfloat16", "float16", "float32", "float8"), for
-	// codecs; "encoded" if the worker has encoded them, so that their bytes are no numbers; "" if not
-	// known.
+	// codecs; "encoded" if the worker has encoded them, so that their bytes are no numbers; "" if
+	// not known.
 	Element string
 }
 

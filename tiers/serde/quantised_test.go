@@ -236,7 +236,7 @@ func BenchmarkQuantised(b *testing.B) {
 	}
 }
 
-// TestLargestNumbersStayFinite: the scale of the largest float32 is rounded up, and the largest code
+// TestLargestNumbersStayFinite: the scale of the largest float32 is rounded up. The largest code
 // times that scale is an infinity.
 func TestLargestNumbersStayFinite(t *testing.T) {
 	t.Parallel()
@@ -252,15 +252,16 @@ func TestLargestNumbersStayFinite(t *testing.T) {
 		}
 		for i := range groupSize {
 			x := float64(math.Float32frombits(binary.LittleEndian.Uint32(dst[4*i:])))
-			if math.IsInf(x, 0) || math.Signbit(x) != (i%2 == 1) || math.Abs(x) < 0.99*math.MaxFloat32 {
+			if math.IsInf(x, 0) || math.Signbit(x) != (i%2 == 1) ||
+				math.Abs(x) < 0.99*math.MaxFloat32 {
 				t.Fatalf("%s: element %d is %v", codec.Name(), i, x)
 			}
 		}
 	}
 }
 
-// TestGolden reads pages that the worker's copies have encoded (pyclient/tests/test_encoding.py). The
-// codecs here write and read the same bytes, behind one that says how.
+// TestGolden reads pages that the worker's copies have encoded (pyclient/tests/test_encoding.py).
+// The codecs here write and read the same bytes, behind one that says how.
 func TestGolden(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("testdata/quantised.json")
