@@ -30,7 +30,7 @@ from examples.stand.processes import Server, Stand, connector_config, eventually
 from examples.stand.progress import say
 
 PAGE = 128  # vLLM's block on the CPU, in tokens
-PATIENT = {"lookup_timeout_ms": 10_000, "store_timeout_ms": 10_000}
+PATIENT: dict[str, Any] = {"lookup_timeout_ms": 10_000, "store_timeout_ms": 10_000}
 WAYS = ("none", "lossless", "int8", "fp8")
 
 
