@@ -62,6 +62,8 @@ type session struct {
 	held      [][]byte
 	heldBytes int
 
+	asking atomic.Int32 // Contains under way
+
 	room    *roomCall // the call of Config.MakeRoom that takes long, or nil
 	waiting [][]byte  // copies of the PrepareStores that wait for room, oldest first
 
@@ -92,6 +94,7 @@ type session struct {
 		abort        wire.AbortStore
 		prepareLoad  wire.PrepareLoad
 		fetch        wire.Fetch
+		contains     wire.Contains
 		loadGrant    wire.LoadGrant
 		release      wire.Release
 		ping         wire.Ping
@@ -419,6 +422,11 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 			return nil, err
 		}
 		return ses.fetch(), nil
+	case t == wire.TypeContains && worker:
+		if err := m.contains.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		return ses.contains(), nil
 	case t == wire.TypeRelease && worker:
 		if err := m.release.Decode(b, lim); err != nil {
 			return nil, err

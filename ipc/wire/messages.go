@@ -291,6 +291,47 @@ func (m *Fetch) fields(v *visitor) *visitor {
 	return v
 }
 
+// Contains asks what is held of consecutive pages, chunk by chunk: a chunk counts also behind one
+// that is missing. Nothing is leased and nothing is brought up.
+type Contains struct {
+	ID        uint32
+	FirstPage uint32 // a multiple of the pages of a chunk
+	Prev      []byte // digest of page FirstPage-1, empty for page 0; aliases the input
+	Hashes    []byte // aliases the input
+	// WaitMs is how long the reply may wait until none of the chunks is still to be written to a
+	// tier, ms. 0: it does not wait.
+	WaitMs uint32
+}
+
+func (m *Contains) fields(v *visitor) *visitor {
+	v.begin(TypeContains)
+	v.u32("id", &m.ID)
+	v.pages(&m.FirstPage, &m.Prev, &m.Hashes)
+	v.u32("wait_ms", &m.WaitMs)
+	return v
+}
+
+// Contained is the reply to Contains. Of each chunk it has how many of the pages that were asked
+// for are held, from the chunk's first one on: a u16, little-endian.
+type Contained struct {
+	ID      uint32
+	Held    []byte // by the arena or a tier; aliases the input
+	Below   []byte // by a tier; aliases the input
+	Waiting uint32 // chunks that are still to be written to a tier
+	Tiers   uint8  // how many tiers there are
+}
+
+func (m *Contained) fields(v *visitor) *visitor {
+	v.begin(TypeContained)
+	v.u32("id", &m.ID)
+	v.bin("held", &m.Held, MaxPacketBytes)
+	v.bin("below", &m.Below, MaxPacketBytes)
+	v.check(len(m.Held)%2 == 0 && len(m.Below) == len(m.Held), "below", "not as long as held")
+	v.u32("waiting", &m.Waiting)
+	v.u8("tiers", &m.Tiers, math.MaxUint8)
+	return v
+}
+
 // LoadGrant is the reply to PrepareLoad and Fetch. It says where the pages are.
 type LoadGrant struct {
 	ID      uint32

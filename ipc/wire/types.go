@@ -32,6 +32,8 @@ const (
 	TypeLoadGrant      Type = 21
 	TypeRelease        Type = 22
 	TypeFetch          Type = 23
+	TypeContains       Type = 24
+	TypeContained      Type = 25
 	TypePing           Type = 30
 	TypePong           Type = 31
 	TypeClearSpace     Type = 32
@@ -103,6 +105,8 @@ var kinds = map[Type]struct {
 	TypeLoadGrant:       {"LoadGrant", empty[LoadGrant]},
 	TypeRelease:         {"Release", empty[Release]},
 	TypeFetch:           {"Fetch", empty[Fetch]},
+	TypeContains:        {"Contains", empty[Contains]},
+	TypeContained:       {"Contained", empty[Contained]},
 	TypePing:            {"Ping", empty[Ping]},
 	TypePong:            {"Pong", empty[Pong]},
 	TypeClearSpace:      {"ClearSpace", empty[ClearSpace]},
@@ -193,6 +197,8 @@ func (*PrepareLoad) Type() Type     { return TypePrepareLoad }
 func (*LoadGrant) Type() Type       { return TypeLoadGrant }
 func (*Release) Type() Type         { return TypeRelease }
 func (*Fetch) Type() Type           { return TypeFetch }
+func (*Contains) Type() Type        { return TypeContains }
+func (*Contained) Type() Type       { return TypeContained }
 func (*Ping) Type() Type            { return TypePing }
 func (*Pong) Type() Type            { return TypePong }
 func (*ClearSpace) Type() Type      { return TypeClearSpace }
@@ -255,6 +261,8 @@ func (m *PrepareLoad) Append(dst []byte) []byte     { return m.fields(write(dst)
 func (m *LoadGrant) Append(dst []byte) []byte       { return m.fields(write(dst)).bytes() }
 func (m *Release) Append(dst []byte) []byte         { return m.fields(write(dst)).bytes() }
 func (m *Fetch) Append(dst []byte) []byte           { return m.fields(write(dst)).bytes() }
+func (m *Contains) Append(dst []byte) []byte        { return m.fields(write(dst)).bytes() }
+func (m *Contained) Append(dst []byte) []byte       { return m.fields(write(dst)).bytes() }
 func (m *Ping) Append(dst []byte) []byte            { return m.fields(write(dst)).bytes() }
 func (m *Pong) Append(dst []byte) []byte            { return m.fields(write(dst)).bytes() }
 func (m *ClearSpace) Append(dst []byte) []byte      { return m.fields(write(dst)).bytes() }
@@ -317,6 +325,8 @@ func (m *PrepareLoad) Decode(b []byte, l *Limits) error     { return m.fields(re
 func (m *LoadGrant) Decode(b []byte, l *Limits) error       { return m.fields(read(b, l)).done() }
 func (m *Release) Decode(b []byte, l *Limits) error         { return m.fields(read(b, l)).done() }
 func (m *Fetch) Decode(b []byte, l *Limits) error           { return m.fields(read(b, l)).done() }
+func (m *Contains) Decode(b []byte, l *Limits) error        { return m.fields(read(b, l)).done() }
+func (m *Contained) Decode(b []byte, l *Limits) error       { return m.fields(read(b, l)).done() }
 func (m *Ping) Decode(b []byte, l *Limits) error            { return m.fields(read(b, l)).done() }
 func (m *Pong) Decode(b []byte, l *Limits) error            { return m.fields(read(b, l)).done() }
 func (m *ClearSpace) Decode(b []byte, l *Limits) error      { return m.fields(read(b, l)).done() }

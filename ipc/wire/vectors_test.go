@@ -44,7 +44,7 @@ type vector struct {
 // toClient are the messages that the sidecar sends.
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
-	TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true,
+	TypeContained: true, TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true,
 	TypeNotice: true, TypeRegionsReady: true, TypeMoved: true, TypeNameWeights: true,
 	TypeError:        true,
 	TypeLookupResult: true, TypeLookupPending: true,
@@ -154,6 +154,12 @@ func goodMessages() []named {
 			Ticket: digests(1, 16), FirstPage: 70000, Pages: 65536, Names: digests(1, 32)}},
 		{"fetch", &Fetch{ID: 9, Hash: digests(1, 32)}},
 		{"fetch by a short hash", &Fetch{ID: 10, Hash: digests(1, 8)}},
+		{"contains", &Contains{ID: 11, Prev: []byte{}, Hashes: digests(3, 16)}},
+		{"contains, waiting", &Contains{ID: 12, FirstPage: 64, Prev: digests(1, 16),
+			Hashes: digests(2, 16), WaitMs: 1000}},
+		{"contained", &Contained{ID: 11, Held: []byte{32, 0, 0, 1}, Below: []byte{16, 0, 0, 0},
+			Waiting: 1, Tiers: 2}},
+		{"contained, nothing", &Contained{ID: 12, Held: []byte{}, Below: []byte{}}},
 		{"load grant", &LoadGrant{ID: 9, Load: 8, Names: digests(1, 32),
 			Extents: []Extent{{math.MaxUint32 - 1, 1, math.MaxUint32, math.MaxInt64}}}},
 		{"load grant many", &LoadGrant{ID: 9, Load: 8, Names: digests(1, 32),
@@ -417,33 +423,33 @@ func badMessages() []vector {
 	add(TypeLookup, "request not UTF-8", lookup+"c401aa 14 00 a0 a1ff")
 
 	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "another version with another body", "92 01 0e")
+	add(TypeHello, "another version with another body", "92 01 0f")
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9e 01 0d a6776f726b6572"
-	add(TypeHello, "unknown role", "9e 01 0d a561646d696e a0 00 01 10 cd1000 10 20 80 00 00 80")
-	add(TypeHello, "empty role", "9e 01 0d a0 a0 00 01 10 cd1000 10 20 80 00 00 80")
-	add(TypeHello, "role as bytes", "9e 01 0d c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00 80")
+	const worker = "9e 01 0e a6776f726b6572"
+	add(TypeHello, "unknown role", "9e 01 0e a561646d696e a0 00 01 10 cd1000 10 20 80 00 00 80")
+	add(TypeHello, "empty role", "9e 01 0e a0 a0 00 01 10 cd1000 10 20 80 00 00 80")
+	add(TypeHello, "role as bytes", "9e 01 0e c406776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00 80")
 	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80 00 00 80")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+
 		"00 01 10 cd1000 10 20 80 00 00 80")
 	add(TypeHello, "a worker with a direct socket", worker+"a0 00 01 10 cd1000 10 20 80 01 00 80")
 	add(TypeHello, "direct as a boolean", worker+"a0 00 01 10 cd1000 10 20 80 c2 00 80")
-	add(TypeHello, "the body of version 8", "9b 01 0d a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "the body of version 8", "9b 01 0e a6776f726b6572 a0 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "the body of version 9",
-		"9c 01 0d a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
+		"9c 01 0e a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00")
 	add(TypeHello, "the body of version 11",
-		"9d 01 0d a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00")
+		"9d 01 0e a6776f726b6572 a0 00 01 10 cd1000 10 20 80 00 00")
 	add(TypeHello, "descriptors above the limit", worker+"a0 00 01 10 cd1000 10 20 80 00 41 80")
 	add(TypeHello, "negative descriptors", worker+"a0 00 01 10 cd1000 10 20 80 00 ff 80")
 	add(TypeHello, "a scheduler with descriptors",
-		"9e 01 0d a97363686564756c6572 a0 00 01 10 00 10 20 80 00 01 80")
+		"9e 01 0e a97363686564756c6572 a0 00 01 10 00 10 20 80 00 01 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
 	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80 00 00 80")
 	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80 00 00 80")
 	add(TypeHello, "ranks wrap",
-		"9e 01 0d a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00 00 80")
+		"9e 01 0e a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80 00 00 80")
 	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80 00 00 80")
 	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80 00 00 80")
 	add(TypeHello, "page bytes above 63 bits",
@@ -517,6 +523,11 @@ func badMessages() []vector {
 	add(TypeFetch, "no hash", "93 17 01 c400")
 	add(TypeFetch, "a hash too long", "93 17 01 c421"+rep("5e", 33))
 	add(TypeFetch, "a second hash", "94 17 01 c401 5e c401 5e")
+	add(TypeContains, "no hashes", "96 18 01 00 c400 c400 00")
+	add(TypeContains, "a page before the first", "96 18 01 00 c401 5e c401 5e 00")
+	add(TypeContains, "half a hash", "96 18 01 01 c402 5e5e c403 5e5e5e 00")
+	add(TypeContained, "half a count", "96 19 01 c401 5e c401 5e 00 00")
+	add(TypeContained, "counts of two lengths", "96 19 01 c402 5e5e c400 00 00")
 	add(TypeRelease, "zero load", "93 16 00 90")
 	add(TypePing, "negative id", "92 1e d1ff00")
 	add(TypeTrim, "zero session", "95 3e 00"+secret+"01 01")
@@ -542,13 +553,13 @@ func badMessages() []vector {
 	add(TypeAdvise, "trailing bytes", advise+"00 c400 c401aa 01 00 00 a0 00")
 
 	welcome := func(session, fp, rest string) string {
-		return "9d 02 0d" + session + secret + "00" +
+		return "9d 02 0e" + session + secret + "00" +
 			fp + rest
 	}
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
-	add(TypeWelcome, "another version with another body", "93 02 0e c0")
+	add(TypeWelcome, "another version with another body", "93 02 0f c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00 00"))
-	add(TypeWelcome, "the body of version 9", "9c 02 0d 01"+secret+"00 c420"+digest+
+	add(TypeWelcome, "the body of version 9", "9c 02 0e 01"+secret+"00 c420"+digest+
 		"a161 a0 00 01 01 00")
 	add(TypeWelcome, "a flag of two", welcome("01", "c420"+digest, "a161 a0 00 01 01 00 02"))
 	add(TypeWelcome, "short fingerprint",
@@ -557,10 +568,10 @@ func badMessages() []vector {
 		welcome("01", "d920"+digest, "a161 a0 00 01 01 00 00"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest,
 		"da0401"+rep("61", 1025)+"a0 00 01 01 00 00"))
-	add(TypeWelcome, "a short secret", "9d 02 0d 01 c40f"+rep("5e", 15)+"00 c420"+digest+
+	add(TypeWelcome, "a short secret", "9d 02 0e 01 c40f"+rep("5e", 15)+"00 c420"+digest+
 		"a161 a0 00 01 01 00 00")
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 0d a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 0e a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -644,15 +655,15 @@ func badMessages() []vector {
 
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
-	add(TypePeerHello, "another version with another body", "92 46 0e")
-	add(TypePeerHello, "zero generation", hello("0d", "00"))
-	add(TypePeerHello, "generation as bytes", hello("0d", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 0d 01 00")
-	add(TypePeerHello, "trailing bytes", hello("0d", "01 00"))
+	add(TypePeerHello, "another version with another body", "92 46 0f")
+	add(TypePeerHello, "zero generation", hello("0e", "00"))
+	add(TypePeerHello, "generation as bytes", hello("0e", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 0e 01 00")
+	add(TypePeerHello, "trailing bytes", hello("0e", "01 00"))
 	add(TypePeerWelcome, "another version", "94 47 05 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 0d 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 0d 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 0d 01 cf0000000100000000")
+	add(TypePeerWelcome, "zero generation", "94 47 0e 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 0e 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 0e 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")

@@ -26,7 +26,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 13
+const Version = 14
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram must fit the
 // sender's buffer whole, so both ends set SO_SNDBUF to [SocketBufferBytes].

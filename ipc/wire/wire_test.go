@@ -327,6 +327,15 @@ func random(r *rand.Rand, typ Type) Message {
 		return &LoadGrant{ID: u32(), Load: id(), Names: raw(32), Extents: extents()}
 	case TypeFetch:
 		return &Fetch{ID: u32(), Hash: raw(32)}
+	case TypeContains:
+		m := &Contains{ID: u32(), FirstPage: u32() >> 1, Prev: raw(16), Hashes: raw(16 * 48),
+			WaitMs: u32()}
+		if m.FirstPage == 0 {
+			m.Prev = []byte{}
+		}
+		return m
+	case TypeContained:
+		return &Contained{ID: u32(), Held: raw(64), Below: raw(64), Waiting: u32(), Tiers: 3}
 	case TypeRelease:
 		return &Release{Load: id(), Bad: indices()}
 	case TypePing:
@@ -593,7 +602,7 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 	for _, typ := range []Type{
 		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypeAdvise,
 		TypePrepareStore, TypeStoreGrant, TypeCommitStore,
-		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypeFetch, TypePing, TypePong,
+		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypeFetch, TypeContains, TypeContained, TypePing, TypePong,
 		TypePeerPages, TypePeerLease, TypePeerGrant, TypePeerRelease,
 		TypeTierContains, TypeTierDrop,
 	} {

@@ -52,7 +52,14 @@ _MAX_LATER = 32
 _LOAN_S = 0.1
 # How often a borrower looks whether the session has ended on this side.
 _LOOK_S = 0.05
-_REPLIES = (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Events, wire.Error)
+_REPLIES = (
+    wire.StoreGrant,
+    wire.LoadGrant,
+    wire.Contained,
+    wire.Cleared,
+    wire.Events,
+    wire.Error,
+)
 
 
 def _slice_us(left_s: float) -> int:

@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-VERSION = 13
+VERSION = 14
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -330,6 +330,38 @@ class Fetch(Message, frozen=True, tag=23):
     hash: bytes
 
 
+class Contains(Message, frozen=True, tag=24):
+    """Asks what is held of pages from ``first_page`` on, the first one of a chunk.
+
+    Answered by a Contained: at once, or within ``wait_ms`` when none of the chunks is still to be
+    written to a tier. Nothing is leased and nothing is brought up.
+    """
+
+    id: _U32
+    first_page: _U32
+    prev: _Digest
+    hashes: bytes
+    wait_ms: _U32 = 0
+
+
+class Contained(Message, frozen=True, tag=25):
+    """Answers Contains: how many pages of each chunk are held, from its first one on.
+
+    ``held`` (anywhere) and ``below`` (in a tier below the memory) have two bytes a chunk, little-
+    endian. ``waiting`` chunks are still to be written to a tier, of which there are ``tiers``.
+    """
+
+    id: _U32
+    held: bytes
+    below: bytes
+    waiting: _U32
+    tiers: _U8
+
+    def __post_init__(self) -> None:
+        if len(self.held) % 2 or len(self.held) != len(self.below):
+            raise ValueError("counts of different chunks")
+
+
 class LoadGrant(Message, frozen=True, tag=21):
     """Answers PrepareLoad and Fetch: where the pages are.
 
@@ -605,6 +637,8 @@ AnyMessage = (
     | AbortStore
     | PrepareLoad
     | Fetch
+    | Contains
+    | Contained
     | LoadGrant
     | Release
     | Ping
@@ -645,6 +679,7 @@ _Received = (
     | Refuse
     | StoreGrant
     | LoadGrant
+    | Contained
     | Pong
     | Cleared
     | Events

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"fmt"
+	"math"
 
 	"lookaside/tiers"
 	"lookaside/tiers/why"
@@ -15,6 +16,31 @@ const probeSlice = 4 * probeGroup
 // lent does not. Nothing is leased and nothing counts as a use, so what is held may be gone when
 // Contains returns. It releases the lock between slices of its work. ErrInvalid: held is too short.
 func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint16) error {
+	return e.eachHeld(id, firstPage, hashes, len(held), func(i int, _ uint32, pages int) {
+		held[i] = uint16(pages)
+	})
+}
+
+// Unwritten returns how many of the chunks that the given pages touch are still to be written to a
+// tier: they wait for it, or are being written. ErrInvalid and concurrency are as for Contains.
+func (e *Engine) Unwritten(id SpaceID, firstPage int, hashes []byte) (chunks int, err error) {
+	err = e.eachHeld(id, firstPage, hashes, math.MaxInt, func(_ int, rec uint32, pages int) {
+		if pages == 0 {
+			return
+		}
+		ref, _ := e.slotOf(rec)
+		if t := e.route(ref); t != nil && t.whole|t.part|t.busy != 0 {
+			chunks++
+		}
+	})
+	return chunks, err
+}
+
+// eachHeld calls visit for each chunk that the given pages touch, at most so many: with its number
+// from 0 on, how many of its pages are held and verified, and the record of the last of these. The
+// lock is held during a call and released between slices of them.
+func (e *Engine) eachHeld(id SpaceID, firstPage int, hashes []byte, most int,
+	visit func(i int, rec uint32, pages int)) error {
 	e.mu.Lock()
 	defer e.unlock()
 	s, err := e.space(id)
@@ -25,8 +51,8 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 	if err != nil {
 		return err
 	}
-	if len(held) < w.chunks {
-		return invalid("%d counts for %d chunks", len(held), w.chunks)
+	if most < w.chunks {
+		return invalid("%d counts for %d chunks", most, w.chunks)
 	}
 	e.idx.migrate(migrateStep)
 	for i := 0; i < w.chunks; i += probeGroup {
@@ -44,10 +70,11 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 			if rec = e.served(rec); rec == 0 || !e.at(rec, last) {
 				rec, last = e.bisect(s, &w, i+j)
 			}
-			held[i+j] = 0
+			pages := 0
 			if rec != 0 {
-				held[i+j] = uint16(last - start + 1)
+				pages = last - start + 1
 			}
+			visit(i+j, rec, pages)
 		}
 	}
 	return nil

@@ -32,6 +32,20 @@ func (s *Stack) endStore(t *tier) {
 	if t.storing--; t.storing == 0 {
 		t.calm.Broadcast()
 	}
+	if s.written != nil {
+		close(s.written)
+		s.written = nil
+	}
+}
+
+// nextWritten returns a channel that is closed when a call of any tier's Store has ended.
+func (s *Stack) nextWritten() <-chan struct{} {
+	s.mu.Lock()
+	defer s.unlockAndWake()
+	if s.written == nil {
+		s.written = make(chan struct{})
+	}
+	return s.written
 }
 
 // storeWorker writes what the engine has queued for a tier.

@@ -77,6 +77,9 @@ type Stack struct {
 	// when it has returned.
 	checking map[uint64]chan struct{}
 
+	// written is closed when the next call of a tier's Store ends; nil: nobody waits for that.
+	written chan struct{}
+
 	// Requests and chunks that are promoted.
 	queue fifo[*request]   // wait for the dispatcher
 	loads map[uint64]*load // by promotion
