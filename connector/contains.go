@@ -17,12 +17,12 @@ const (
 	maxContains = 256
 	// containsPatience bounds how long a reply to Contains waits, whatever its client asks for.
 	containsPatience = time.Second
-	// tierPatience bounds how long it waits for a tier that does not know from memory what it holds.
+	// tierPatience bounds how long it waits for a tier that must ask a server what it holds.
 	tierPatience = time.Second
 )
 
-// contains has msg.contains answered on a goroutine of its own, because a tier may take its time. It
-// returns a reply only if there is an error.
+// contains has msg.contains answered on a goroutine of its own, because a tier may take its time.
+// It returns a reply only if there is an error.
 func (ses *session) contains() []byte {
 	m, s := &ses.msg.contains, ses.server
 	g := &ses.space.geometry

@@ -44,8 +44,9 @@ type vector struct {
 // toClient are the messages that the sidecar sends.
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
-	TypeContained: true, TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true,
-	TypeNotice: true, TypeRegionsReady: true, TypeMoved: true, TypeNameWeights: true,
+	TypeContained: true, TypeCleared: true, TypeEvents: true, TypeRegionAdded: true,
+	TypeRegionRemoved: true,
+	TypeNotice:        true, TypeRegionsReady: true, TypeMoved: true, TypeNameWeights: true,
 	TypeError:        true,
 	TypeLookupResult: true, TypeLookupPending: true,
 }

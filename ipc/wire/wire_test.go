@@ -602,7 +602,8 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 	for _, typ := range []Type{
 		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypeAdvise,
 		TypePrepareStore, TypeStoreGrant, TypeCommitStore,
-		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypeFetch, TypeContains, TypeContained, TypePing, TypePong,
+		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypeFetch, TypeContains, TypeContained,
+		TypePing, TypePong,
 		TypePeerPages, TypePeerLease, TypePeerGrant, TypePeerRelease,
 		TypeTierContains, TypeTierDrop,
 	} {

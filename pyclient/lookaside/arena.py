@@ -81,6 +81,7 @@ class Arena(Subscriber):
     def on_lost(self, session: Session) -> None:
         with self.changed:
             live, self.live = self.live, None
+            self.changed.notify_all()
         if live is not None:
             live.regions.close()
 

@@ -56,6 +56,8 @@ class Autostart:
         self._starting: threading.Thread | None = None
         self._owned_since: float | None = None
         self._given_up = False
+        self.fault = ""
+        """Why the last start failed; empty while none has, and after one that succeeded."""
 
     def ensure(self) -> None:
         """Begin to start a sidecar, unless one is being started, or was tried just now.
@@ -101,6 +103,7 @@ class Autostart:
             return
         if status == 0 and said.startswith("lookaside: serving"):
             self._owned_since = None
+            self.fault = ""
             logger.info("lookaside: started a sidecar: %s", said.removeprefix("lookaside: "))
             return
         if not said.startswith("lookaside: "):
@@ -160,6 +163,7 @@ class Autostart:
         return process.returncode, " ".join(said.decode(errors="replace").split())
 
     def _failed(self, reason: str) -> None:
+        self.fault = reason
         self._log.warning(
             "failed",
             "lookaside: starting a sidecar on %s failed: %s. vLLM serves without it, and tries "
@@ -170,6 +174,7 @@ class Autostart:
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
+        self.fault = reason
         logger.error(
             "lookaside: no sidecar can be started on %s: %s. vLLM serves without it, and does not "
             "try again",

@@ -227,13 +227,20 @@ class Connection:
     # ---- requests ----
 
     def submit(
-        self, make: Callable[[int], Any], on_late: Callable[[Any], None] | None = None
+        self,
+        make: Callable[[int], Any],
+        on_late: Callable[[Any], None] | None = None,
+        session_id: int | None = None,
     ) -> Pending:
         """Send the request that make builds for a fresh id; see Session.submit."""
         pending = Pending(self, on_late)
         with self._lock:
             if not self.connected or self._broken is not None:
                 raise SessionUnavailable("not connected")
+            if session_id is not None and (
+                self.welcome is None or self.welcome.session != session_id
+            ):
+                raise SessionUnavailable("another session")
             if self.suspect:
                 raise SessionUnavailable("the sidecar does not answer")
             request_id = next(self._ids) & 0xFFFFFFFF

@@ -299,6 +299,12 @@ class LookupClient:
             self._wait_readable(lookup, min(_WAIT_SLICE_S, left))
         return hits
 
+    def wait_readable(self, timeout_s: float, *others: int) -> None:
+        """Wait until a rank has sent something or one of the other descriptors is readable, without
+        the GIL. poll then takes in what is there."""
+        fds = [link.fileno() for link in self._links.present if link is not None]
+        _native.wait_readable([*fds, *others], max(0, round(timeout_s * 1e6)))
+
     def close(self) -> None:
         """Cancel what is out and close all sockets. The sessions stay."""
         for lookup in list(self._pending.values()):

@@ -336,16 +336,18 @@ class Session:
         self,
         make: Callable[[int], Any],
         on_late: Callable[[Any], None] | None = None,
+        session_id: int | None = None,
     ) -> Pending:
         """Send the request that make builds for a fresh id. Never blocks.
 
         on_late gets the reply if it comes after Pending.wait gave up; it runs on the thread that
-        reads then. Raises SessionUnavailable.
+        reads then. With session_id it is sent in that session or not at all. Raises
+        SessionUnavailable.
         """
         connection = self._connection
         if connection is None:
             raise SessionUnavailable("not connected")
-        return connection.submit(make, on_late)
+        return connection.submit(make, on_late, session_id)
 
     def send(self, message: Any, session_id: int) -> bool:
         """Send a message without reply if session_id is the present session. Never blocks.

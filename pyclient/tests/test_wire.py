@@ -22,12 +22,15 @@ GOOD = [v for v in VECTORS if v["valid"]]
 RECEIVED = [v for v in VECTORS if v["to"] == "client"]
 
 
+BYTES = ("hashes", "prev", "fingerprint", "secret", "ticket", "names", "hash")
+
+
 def build(kind: type, fields: dict[str, Any]) -> Any:
     """A message from what the vectors hold: bytes in hex, extents as objects."""
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         value = fields[field.name]
-        if field.name in ("hashes", "prev", "fingerprint", "secret", "ticket", "names", "hash"):
+        if field.name in BYTES or field.type is bytes:
             value = bytes.fromhex(value)
         elif field.name in ("grants", "extents"):
             value = tuple(build(wire.Extent, e) for e in value)
@@ -76,6 +79,7 @@ def test_every_received_type_has_both_kinds_of_vector() -> None:
             "Refuse",
             "StoreGrant",
             "LoadGrant",
+            "Contained",
             "Pong",
             "Cleared",
             "Events",

@@ -8,7 +8,7 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// unwrittenPoll is how often Held looks beside the ends of calls of Store: a chunk can also be shed.
+// unwrittenPoll is how often Held looks beside the ends of calls of Store: chunks can also be shed.
 const unwrittenPoll = 50 * time.Millisecond
 
 // Held is what is held of a run, chunk by chunk: how many of its pages, from the first one on.
@@ -21,8 +21,8 @@ type Held struct {
 
 // Held looks for consecutive pages, of which the first is the first of a chunk. It leases nothing,
 // moves nothing, and counts as no use. It returns when none of the chunks is still to be written to
-// a tier, but at once if wait has ended. ctx bounds the tiers that do not know from memory what they
-// hold; one that fails holds nothing. Peers are not asked.
+// a tier, but at once if wait has ended. ctx bounds the tiers that do not know from memory what
+// they hold; one that fails holds nothing. Peers are not asked.
 func (s *Stack) Held(ctx, wait context.Context, id engine.SpaceID, first int, prev,
 	hashes []byte) (h Held, err error) {
 	sp := s.space(id)
