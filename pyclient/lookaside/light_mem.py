@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from lookaside.autostart import Autostart
+from lookaside.config import default_endpoint, parse_size
 from lookaside.pages import (
     DIGEST_BYTES,
     WINDOW_BYTES,
@@ -43,7 +44,6 @@ from lookaside.pages import (
     chunk_pages,
     pages_per_chunk,
 )
-from lookaside.config import default_endpoint, parse_size
 
 __all__ = ["PyLocalCacheService", "PyState", "PyTask"]
 

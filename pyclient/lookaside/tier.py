@@ -53,6 +53,7 @@ import ctypes
 import enum
 import errno
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -182,7 +183,7 @@ class Item:
         """The bytes of the pieces, for a join, writev, preadv and the like."""
         return tuple(piece.view for piece in self.pieces)
 
-    def fill(self, value: bytes | bytearray | memoryview) -> Status:
+    def fill(self, value: bytes | bytearray | memoryview | mmap.mmap) -> Status:
         """Copy the beginning of value into the pieces, and return OK; FAILED if it is too short.
 
         The GIL is not held during copies of more than 64 KiB.
@@ -196,7 +197,7 @@ class Item:
             at += piece.size
         return Status.OK
 
-    def copy_out(self, to: bytearray | memoryview) -> None:
+    def copy_out(self, to: bytearray | memoryview | mmap.mmap) -> None:
         """Copy the pieces to the beginning of to, which must have room, likewise."""
         target = memoryview(to).cast("B")
         at = 0
