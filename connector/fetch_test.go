@@ -41,6 +41,13 @@ func TestFetch(t *testing.T) {
 	if n := r.engine.Stats().Leases; n != 0 {
 		t.Errorf("%d leased after the release", n)
 	}
+	// A page of another place in its prefix is no page 0.
+	long := onePrefix(9)
+	w.store(long, 0, 6)
+	for page := 1; page < 6; page++ {
+		_, err = fetch(long.hashes(page, 1))
+		wantCode(t, err, wire.CodeNotFound)
+	}
 	other := onePrefix(8)
 	_, err = fetch(other.hashes(0, 1))
 	wantCode(t, err, wire.CodeNotFound)

@@ -101,3 +101,9 @@ for arch in "${archs[@]}"; do
 	cp "$wheel" "$dist/"
 	echo "dist/${wheel##*/}"
 done
+# The module light_mem, for code that was written for LightMem.
+rm -rf "$dist"/lookaside_light_mem-*.whl "$root/.cache/wheel/light_mem"
+cp -r packaging/light_mem "$root/.cache/wheel/light_mem"
+scripts/step "building the wheel of light_mem" "$tools/python" -m pip wheel -q --disable-pip-version-check --no-deps \
+	--no-build-isolation -w "$dist" "$root/.cache/wheel/light_mem"
+echo "$dist"/lookaside_light_mem-*.whl | sed "s#^$root/##"
