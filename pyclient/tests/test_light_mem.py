@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lookaside import pages
+from lookaside import pages as lookaside_pages
 from lookaside.light_mem import PyLocalCacheService, PyState, PyTask, _endpoint_in
 from peer import until
 from readiness import ready
@@ -202,7 +202,7 @@ def test_blocks_are_bounded_by_the_environment(
     ],
 )
 def test_chunks_divide_blocks(block: int, page: int, chunk: int) -> None:
-    assert pages.pages_per_chunk(block, page) == chunk
+    assert lookaside_pages.pages_per_chunk(block, page) == chunk
 
 
 def test_a_query_counts_each_block_by_itself(files: Files) -> None:
@@ -508,7 +508,7 @@ def test_a_disk_that_is_gone_finishes_nothing(
     for path in (files.store() / "disk").rglob("*"):
         if path.is_file():
             path.unlink()
-    monkeypatch.setattr(pages, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(lookaside_pages, "PATIENCE_S", 0.5)
 
     def refused() -> bool:  # once the sidecar has noticed
         states = service.write(prefix(random.getrandbits(32), PER_BLOCK)).state()
