@@ -411,12 +411,16 @@ class PyLocalCacheService:
 
 def _close_later(blocks: Pages, tensor: Any) -> None:
     """Close what a service that was collected has left: elsewhere, for this thread may have any
-    lock. The tensor is kept until then."""
+    lock. The tensor is kept until then.
+
+    The interpreter waits for the thread: one that it ends while torch frees the tensor aborts the
+    process.
+    """
 
     def close(_: Any) -> None:
         blocks.close()
 
-    threading.Thread(target=close, args=(tensor,), name="lookaside-close", daemon=True).start()
+    threading.Thread(target=close, args=(tensor,), name="lookaside-close").start()
 
 
 def _check_mode(mode: str) -> None:

@@ -723,3 +723,24 @@ def test_the_example_runs_unchanged(files: Files, tmp_path: Path) -> None:
     assert "held before, by block: [True, True, True, True, True]" in said[1]
     for each in said:
         assert "states: ['Finished', 'Finished', 'Finished', 'Finished', 'Finished']" in each
+
+
+def test_a_program_that_ends_with_its_service_ends_well(files: Files) -> None:
+    """The service is collected as main returns, when the interpreter is about to end."""
+    program = """
+import sys, torch
+from lookaside.light_mem import PyLocalCacheService
+
+def main():
+    tensor = torch.zeros((64, 4096), dtype=torch.uint8)
+    service = PyLocalCacheService(tensor, sys.argv[1], storage_size=64 << 20, num_worker=2)
+    service.query([1, 2, 3])
+
+main()
+"""
+    paths = f"{ROOT / 'pyclient'}:{os.environ.get('PYTHONPATH', '')}"
+    for _ in range(3):
+        subprocess.run(
+            [sys.executable, "-c", program, str(files.directory / "cache")],
+            env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=120,
+        )  # fmt: skip
